@@ -1,0 +1,44 @@
+"""Time on one host.
+
+1. Leases in an SQLite index are judged by (boot id, seconds since boot): no wall-clock step can move them, and a
+   reboot is seen as a new boot id that expires them all.
+2. A worker trusts its lease by the monotonic clock only; wall time is for display.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+BOOT_ID_PATH = Path("/proc/sys/kernel/random/boot_id")
+
+
+def boot_id() -> str:
+    """Return the kernel's id of this boot."""
+    return BOOT_ID_PATH.read_text(encoding="ascii").strip()
+
+
+def uptime_s() -> float:
+    """Return seconds since boot, suspend included; the same for every process of the host."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def wall_time() -> str:
+    """Return UTC wall time for display, ISO 8601 with milliseconds."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+@dataclass(frozen=True)
+class TrustedUntil:
+    """How long a worker may trust a lease it asked for: request start + ttl - margin, monotonic."""
+
+    deadline: float
+
+    @classmethod
+    def from_request(cls, requested_at: float, *, ttl_s: float, margin_s: float) -> TrustedUntil:
+        return cls(requested_at + ttl_s - margin_s)
+
+    def holds(self) -> bool:
+        return time.monotonic() < self.deadline

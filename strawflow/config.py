@@ -1,0 +1,275 @@
+"""The configuration of a run: one frozen tree, read from TOML, flags and STRAWFLOW_ variables.
+
+1. Every field can be given as `section.field` in three places; flag beats variable beats file beats default.
+2. Unknown names are refused with the nearest known one.
+3. The resolved tree is stored in the run's folder as config.json and never changes after the run was created.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from strawflow.errors import ConfigError
+
+ENV_PREFIX = "STRAWFLOW_"
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class RunSection(Section):
+    seed: int = 0
+    """Seeds the order of prompts, sampling and the trainer."""
+    durability: Literal["process", "host"] = "host"
+    """`host` survives power loss (fdatasync, SQLite synchronous=FULL); `process` survives every kill."""
+    index_url: str = ""
+    """SQLAlchemy address of the index; empty: SQLite inside the run's folder."""
+
+
+class ModelSection(Section):
+    path: str = ""
+    """Hugging Face checkpoint folder the run starts from (config.json, weights, tokenizer)."""
+
+
+class DataSection(Section):
+    prompts: str = ""
+    """Prompt file, `path` or `path@[a:b]`: JSONL, Parquet or Arrow, plain, .gz or .zst."""
+    demonstrations: str = ""
+    """Prompt file with labels for the supervised warm start."""
+    held_out: str = ""
+    """Prompt file for evaluation; never trained on."""
+    input_key: str = "prompt"
+    label_key: str = "label"
+    metadata_key: str = "metadata"
+    on_bad_row: Literal["fail", "skip"] = "fail"
+
+
+class WarmStartSection(Section):
+    steps: int = Field(default=0, ge=0)
+    """Supervised steps before reinforcement learning; 0: none."""
+    prompts_per_step: int = Field(default=32, ge=1)
+    lr: float = Field(default=1e-3, gt=0)
+    lr_warmup_steps: int = Field(default=20, ge=0)
+    weight_decay: float = Field(default=0.01, ge=0)
+
+
+class RolloutSection(Section):
+    engine: Literal["sglang", "fake"] = "sglang"
+    """`fake` is strawflow.testing's engine: for fault tests only."""
+    prompts_per_step: int = Field(default=32, ge=1)
+    samples_per_prompt: int = Field(default=8, ge=1)
+    temperature: float = Field(default=1.0, gt=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    max_response_tokens: int = Field(default=256, ge=1)
+    max_staleness: int = Field(default=0, ge=0)
+    """How many steps the weights that sample a batch may lag behind the weights it is applied to."""
+    units_in_flight: int = Field(default=32, ge=1)
+    """Prompt groups one worker holds at a time."""
+    reward: str = "exact"
+    """`exact`, `reasoning_gym:<dataset>`, or a dotted path `package.module:function`."""
+    reward_shape: Literal["raw", "exact"] = "exact"
+    """`exact`: 1 where the verifier's score is exactly 1.0, else 0; `raw`: the score itself."""
+    reward_timeout_s: float = Field(default=10.0, gt=0)
+    reward_processes: int = Field(default=1, ge=1)
+    max_attempts: int = Field(default=3, ge=1)
+    """Grants of a unit before it is set aside as failed."""
+    engine_args: tuple[str, ...] = ()
+    """Further SGLang server flags, as they are."""
+    engine_options: dict[str, str] = Field(default_factory=dict)
+    """For the fake engine: its fault switches."""
+
+
+class AssembleSection(Section):
+    mini_batches: int = Field(default=2, ge=1)
+    """Optimizer updates per step."""
+    max_tokens_per_micro_batch: int = Field(default=16384, ge=1)
+    advantage: Literal["grpo", "dr_grpo"] = "grpo"
+    failed_member: Literal["exclude", "drop-group"] = "exclude"
+    """What a failed member does to its group: leave it out while enough remain, or drop the group."""
+
+
+class TrainerSection(Section):
+    steps: int = Field(default=60, ge=1)
+    """Reinforcement-learning steps, after the warm start."""
+    lr: float = Field(default=1e-4, gt=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    adam_beta1: float = Field(default=0.9, gt=0, lt=1)
+    adam_beta2: float = Field(default=0.95, gt=0, lt=1)
+    clip_grad: float = Field(default=1.0, gt=0)
+    clip_low: float = Field(default=0.2, gt=0)
+    clip_high: float = Field(default=0.2, gt=0)
+    checkpoint_interval: int = Field(default=10, ge=1)
+    """Steps between checkpoints; the warm start's end and the last step always have one."""
+    keep_weights: int = Field(default=2, ge=1)
+    """Weight versions whose files stay on disk, beside those in use."""
+    threads: int = Field(default=1, ge=1)
+
+
+class EvalSection(Section):
+    samples_per_prompt: int = Field(default=4, ge=1)
+    greedy: bool = True
+    """Also answer every held-out prompt once greedily."""
+
+
+class LeaseSection(Section):
+    ttl_s: float = Field(default=30.0, gt=0)
+    heartbeat_s: float = Field(default=5.0, gt=0)
+    margin_s: float = Field(default=5.0, ge=0)
+    grace_s: float = Field(default=2.0, ge=0)
+    """How long after its expiry a session is still left alone."""
+
+
+class SamplingProfile(BaseModel):
+    """Resolved sampling settings of one kind of unit."""
+
+    model_config = ConfigDict(frozen=True)
+
+    purpose: Literal["train", "demo", "eval"]
+    num_samples: int
+    temperature: float
+    top_p: float
+    max_response_tokens: int
+
+
+class RunConfig(Section):
+    run: RunSection = RunSection()
+    model: ModelSection = ModelSection()
+    data: DataSection = DataSection()
+    warm_start: WarmStartSection = WarmStartSection()
+    rollout: RolloutSection = RolloutSection()
+    assemble: AssembleSection = AssembleSection()
+    trainer: TrainerSection = TrainerSection()
+    eval: EvalSection = EvalSection()
+    lease: LeaseSection = LeaseSection()
+
+    @property
+    def total_steps(self) -> int:
+        return self.warm_start.steps + self.trainer.steps
+
+    def profiles(self) -> dict[str, SamplingProfile]:
+        """Return the sampling settings by profile name."""
+        r = self.rollout
+        train = SamplingProfile(
+            purpose="train",
+            num_samples=r.samples_per_prompt,
+            temperature=r.temperature,
+            top_p=r.top_p,
+            max_response_tokens=r.max_response_tokens,
+        )
+        evaluate = train.model_copy(
+            update={
+                "purpose": "eval",
+                "num_samples": self.eval.samples_per_prompt,
+                "temperature": 1.0,
+                "top_p": 1.0,
+            }
+        )
+        return {
+            "train": train,
+            "demo": train.model_copy(update={"purpose": "demo", "num_samples": 1}),
+            "eval_sampled": evaluate,
+            "eval_greedy": evaluate.model_copy(update={"num_samples": 1, "temperature": 0.0}),
+        }
+
+
+def field_names() -> dict[str, type[Section]]:
+    """Return every configurable name `section.field` and the section it belongs to."""
+    names: dict[str, type[Section]] = {}
+    for section_name, section in RunConfig.model_fields.items():
+        section_type = section.annotation
+        if not (isinstance(section_type, type) and issubclass(section_type, Section)):
+            raise TypeError(f"RunConfig.{section_name} is not a Section")
+        for field_name in section_type.model_fields:
+            names[f"{section_name}.{field_name}"] = section_type
+    return names
+
+
+def load_config(
+    toml_path: Path | None = None,
+    *,
+    flags: Mapping[str, str] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> RunConfig:
+    """Resolve a configuration from a TOML file, STRAWFLOW_ variables and flags, later ones winning.
+
+    `flags` maps `section.field` to the text given; `STRAWFLOW_SECTION_FIELD` is the same name in capitals.
+
+    Raises:
+        ConfigError: a file, name or value is wrong; the message names it.
+    """
+    tree: dict[str, dict[str, Any]] = {}
+    if toml_path is not None:
+        tree = _read_toml(toml_path)
+    known = field_names()
+    by_variable = {ENV_PREFIX + name.replace(".", "_").upper(): name for name in known}
+    for variable, text in (environ or {}).items():
+        if variable in by_variable:
+            _put(tree, by_variable[variable], text)
+    for name, text in (flags or {}).items():
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean --{near[0]}?" if near else ""
+            raise ConfigError(f"unknown setting --{name}{hint}")
+        _put(tree, name, text)
+    return _validated(tree, where=str(toml_path) if toml_path else "the given flags")
+
+
+def _read_toml(path: Path) -> dict[str, dict[str, Any]]:
+    try:
+        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"there is no configuration file {path}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    for section, values in tree.items():
+        if not isinstance(values, dict):
+            raise ConfigError(f"{path}: {section!r} must be a [section]; settings live inside sections")
+    return tree
+
+
+def _put(tree: dict[str, dict[str, Any]], name: str, text: str) -> None:
+    section, field = name.split(".", 1)
+    value: Any = text
+    if text[:1] in "[{":  # lists and tables are given as JSON
+        try:
+            value = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"--{name}: not valid JSON: {error}") from None
+    tree.setdefault(section, {})[field] = value
+
+
+def _validated(tree: dict[str, dict[str, Any]], *, where: str) -> RunConfig:
+    try:
+        return RunConfig.model_validate(tree)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(str(part) for part in first["loc"])
+        near = difflib.get_close_matches(name, field_names(), n=1)
+        hint = f"; did you mean {near[0]}?" if first["type"] == "extra_forbidden" and near else ""
+        raise ConfigError(f"{where}: setting {name}: {first['msg']}{hint}") from None
+
+
+def to_json(config: RunConfig) -> str:
+    return config.model_dump_json(indent=2) + "\n"
+
+
+def from_json(text: str, *, path: str) -> RunConfig:
+    """Read a stored configuration back.
+
+    Raises:
+        ConfigError: it does not match this program's configuration.
+    """
+    try:
+        return RunConfig.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(f"{path}: setting {name}: {first['msg']}") from None

@@ -1,0 +1,213 @@
+"""Assembly: what a consumer is offered, and the one transaction that plans its next batch.
+
+1. One session at a time holds the role `assemble:<consumer>`; its fence is checked in the transaction that plans.
+2. step = last planned + 1, checked in the statement; a unit is assigned once, by primary key.
+3. The packed rows and the plan are durable before the batch's row names them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pyarrow as pa
+import xxhash
+
+from strawflow import faults
+from strawflow.errors import NotFoundError
+from strawflow.flow.session import WorkerSession
+from strawflow.ids import Extent
+from strawflow.index import batches, consumers, events, packs, units, weights
+from strawflow.index.batches import Batch, MicroBatchPlace, NewBatch
+from strawflow.index.consumers import Assignment, Role
+from strawflow.index.units import Unit
+
+NO_DIGEST = "0" * 32
+
+
+@dataclass(frozen=True)
+class Lineage:
+    """Which weights count for the branch now."""
+
+    newest_step: int
+    dead: dict[str, int]
+    """Version id to step of versions published after the checkpoint the branch went back to."""
+
+
+@dataclass(frozen=True)
+class PackedMicroBatch:
+    """Packed rows of one micro-batch of one slice of one mini-batch (schema records.BATCH)."""
+
+    mini_batch: int
+    slice: int
+    micro_batch: int
+    rows: pa.RecordBatch
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """A batch ready to be stored."""
+
+    step: int
+    objective: str
+    micro_batches: Sequence[PackedMicroBatch]
+    plan: pa.RecordBatch
+    denominators: tuple[float, ...]
+    assignments: Sequence[Assignment]
+    mean_reward: float | None
+    max_staleness: int
+
+    @property
+    def num_sequences(self) -> int:
+        return sum(m.rows.num_rows for m in self.micro_batches)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(m.rows.column("tokens").values) for m in self.micro_batches)
+
+
+def take_role(session: WorkerSession) -> Role | None:
+    """Become the consumer's assembler; None while another live session is."""
+    run = session.run
+    with run.index.begin() as connection:
+        return consumers.take_role(connection, run.branch, f"assemble:{run.consumer}", session.session_id)
+
+
+def last_planned(session: WorkerSession) -> int:
+    run = session.run
+    with run.index.read() as connection:
+        return consumers.find(connection, run.branch, run.consumer).planned
+
+
+def offered(session: WorkerSession, *, purpose: str, limit: int) -> list[Unit]:
+    """Return completed units the consumer has not been given yet: oldest weights first, then first in."""
+    run = session.run
+    with run.index.read() as connection:
+        return consumers.offered(connection, run.branch, run.consumer, purpose=purpose, limit=limit)
+
+
+def lineage(session: WorkerSession) -> Lineage:
+    run = session.run
+    with run.index.read() as connection:
+        newest = weights.newest(connection, run.branch)
+        return Lineage(-1 if newest is None else newest.step, weights.dead_ids(connection, run.branch))
+
+
+def steps_of_versions(session: WorkerSession, version_ids: Sequence[str]) -> dict[str, int]:
+    """Return each weight version's step.
+
+    Raises:
+        NotFoundError: a trajectory names weights the index does not know.
+    """
+    with session.run.index.read() as connection:
+        found = {version_id: weights.find(connection, version_id) for version_id in version_ids}
+    unknown = [version_id for version_id, version in found.items() if version is None]
+    if unknown:
+        raise NotFoundError(f"a trajectory names the unknown weight version {unknown[0]!r}")
+    return {version_id: version.step for version_id, version in found.items() if version is not None}
+
+
+def read_trajectories(session: WorkerSession, offered_units: Sequence[Unit]) -> dict[int, pa.RecordBatch]:
+    """Return each unit's trajectory rows.
+
+    Raises:
+        CorruptPackError: stored bytes do not match their checksum.
+    """
+    ids = {u.unit_id: u.extent_id for u in offered_units if u.extent_id is not None}
+    with session.run.index.read() as connection:
+        placed = packs.find_extents(connection, ids.values())
+    whole = {extent_id: session.reader.read(extent) for extent_id, extent in placed.items()}
+    return {u.unit_id: whole[ids[u.unit_id]].slice(u.row_start, u.row_count) for u in offered_units}
+
+
+def requeue(session: WorkerSession, role: Role, unit_ids: Sequence[int], *, reason: str) -> None:
+    """Send offered units back to be sampled afresh, their stored trajectories unused."""
+    run = session.run
+    with run.index.begin() as connection:
+        consumers.require_role(connection, role)
+        consumers.withdraw(connection, run.branch, run.consumer, unit_ids)
+        for unit_id in unit_ids:
+            units.requeue(connection, unit_id, reason=reason)
+
+
+def drop(session: WorkerSession, role: Role, dropped: Sequence[Assignment]) -> None:
+    """Record units as dropped outside any batch, with their reasons; each is owed a replacement."""
+    run = session.run
+    with run.index.begin() as connection:
+        consumers.require_role(connection, role)
+        consumers.withdraw(connection, run.branch, run.consumer, [a.unit_id for a in dropped])
+        consumers.assign(connection, run.branch, run.consumer, dropped, batch_id=None)
+        for a in dropped:
+            events.record(connection, "unit.dropped", unit_id=a.unit_id, reason=a.reason)
+
+
+def drop_failed(session: WorkerSession, role: Role, *, purpose: str) -> int:
+    """Record units that used up their attempts as dropped; returns how many."""
+    run = session.run
+    with run.index.read() as connection:
+        failed = consumers.failed_unassigned(connection, run.branch, run.consumer, purpose=purpose)
+    if failed:
+        drop(session, role, [Assignment(u.epoch, u.unit_id, "dropped", "unit_failed") for u in failed])
+    return len(failed)
+
+
+def plan_batch(session: WorkerSession, role: Role, plan: BatchPlan) -> Batch:
+    """Store a batch: packed rows and plan first, then the transaction that makes it step `plan.step`.
+
+    Raises:
+        LeaseLostError: another session took over as assembler; nothing changed.
+        ConflictError: the step was planned meanwhile, or a unit was given away before; nothing changed.
+    """
+    run = session.run
+    extents = session.packs.append_many("batch", [m.rows for m in plan.micro_batches])
+    plan_extent = session.packs.append("plan", plan.plan)
+    faults.at("assemble.before_plan")  # crash here: orphan bytes, swept after a grace period
+    with run.index.begin() as connection:
+        consumers.require_role(connection, role)
+        consumers.advance_planned(connection, run.branch, run.consumer, step=plan.step)
+        before = batches.find(connection, run.branch, run.consumer, plan.step - 1)
+        packs.name_extents(connection, [*extents, plan_extent], session_id=session.session_id)
+        batch_id = batches.insert(
+            connection,
+            NewBatch(
+                branch_id=run.branch,
+                consumer=run.consumer,
+                step=plan.step,
+                objective=plan.objective,
+                num_units=len(plan.assignments),
+                num_sequences=plan.num_sequences,
+                num_tokens=plan.num_tokens,
+                mean_reward=plan.mean_reward,
+                max_staleness=plan.max_staleness,
+                denominators=plan.denominators,
+                digest=chain_digest(NO_DIGEST if before is None else before.digest, plan, extents),
+                plan_extent_id=plan_extent.extent_id,
+                fence=role.fence,
+                places=tuple(
+                    MicroBatchPlace(m.mini_batch, m.slice, m.micro_batch, extent.extent_id)
+                    for m, extent in zip(plan.micro_batches, extents, strict=True)
+                ),
+            ),
+        )
+        unit_ids = [a.unit_id for a in plan.assignments]
+        consumers.withdraw(connection, run.branch, run.consumer, unit_ids)
+        consumers.assign(connection, run.branch, run.consumer, plan.assignments, batch_id=batch_id)
+        events.record(
+            connection,
+            "batch.planned",
+            session_id=session.session_id,
+            step=plan.step,
+            num_sequences=plan.num_sequences,
+            num_tokens=plan.num_tokens,
+        )
+        return batches.require(connection, run.branch, run.consumer, plan.step)
+
+
+def chain_digest(previous: str, plan: BatchPlan, extents: Sequence[Extent]) -> str:
+    """Return xxh3-128 over the previous batch's digest, the denominators and the packed bytes' digests."""
+    state = xxhash.xxh3_128(previous.encode())
+    state.update(repr(plan.denominators).encode())
+    for micro_batch, extent in zip(plan.micro_batches, extents, strict=True):
+        state.update(f"{micro_batch.mini_batch},{micro_batch.slice},{micro_batch.micro_batch};".encode())
+        state.update(extent.digests)
+    return str(state.hexdigest())

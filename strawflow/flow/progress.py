@@ -1,0 +1,42 @@
+"""How far a run has come, as its workers need to know it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from strawflow.flow.run import Run
+from strawflow.index import consumers, units
+
+
+@dataclass(frozen=True)
+class Standing:
+    planned: int
+    """Last step with a stored batch."""
+    position: int
+    """Last step covered by a checkpoint."""
+    evaluating: bool
+    """Whether evaluation units wait for an answer."""
+
+
+def standing(run: Run) -> Standing:
+    with run.index.read() as connection:
+        consumer = consumers.find(connection, run.branch, run.consumer)
+        evaluating = units.num_unfinished(connection, run.branch, purpose="eval") > 0
+    return Standing(consumer.planned, consumer.position, evaluating)
+
+
+def training_is_done(run: Run) -> bool:
+    """Tell whether a checkpoint covers the last step."""
+    return standing(run).position >= run.config.total_steps
+
+
+def rollout_is_done(run: Run) -> bool:
+    """Tell whether nothing will be generated any more: all steps trained, the last evaluation answered."""
+    now = standing(run)
+    if now.position < run.config.total_steps or now.evaluating:
+        return False
+    with run.index.read() as connection:
+        # The last weights are published, with their evaluation, after the last checkpoint.
+        return not run.config.data.held_out or units.has_epoch(
+            connection, run.branch, purpose="eval", epoch=run.config.total_steps
+        )

@@ -1,0 +1,103 @@
+"""Rescue: take back what lost sessions held, and close the packs they left open.
+
+Recovery of a pack flips nothing it has not copied first: named extents are copied to a new pack under a new name, then
+one transaction moves their rows and condemns the old pack; its file is removed last.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from strawflow.errors import CorruptPackError
+from strawflow.flow.processes import process_exists
+from strawflow.flow.run import Run
+from strawflow.flow.session import WorkerSession
+from strawflow.ids import new_id
+from strawflow.index import events, packs, sessions, units, weights
+from strawflow.index.packs import Pack
+from strawflow.packs.salvage import salvage
+from strawflow.packs.writer import PackWriter
+
+log = logging.getLogger(__name__)
+
+
+def declare_lost(run: Run, session_id: str, *, reason: str) -> int:
+    """Declare a live session lost and take its units back; returns how many. Idempotent."""
+    with run.index.begin() as connection:
+        if not sessions.lose(connection, session_id, reason=reason):
+            return 0
+        weights.forget_engines(connection, session_id)
+        rescued = units.rescue(
+            connection, session_id, reason=reason, max_attempts=run.config.rollout.max_attempts
+        )
+    return len(rescued)
+
+
+def rescue_expired(run: Run) -> int:
+    """Declare every session past its expiry and grace lost; returns how many units came back."""
+    with run.index.read() as connection:
+        expired = sessions.expired(connection, grace_s=run.config.lease.grace_s)
+    return sum(declare_lost(run, session_id, reason="its lease expired") for session_id in expired)
+
+
+def declare_dead_processes_lost(run: Run) -> int:
+    """Declare lost every live session of this host whose process no longer exists; returns how many units came back."""
+    with run.index.read() as connection:
+        here = sessions.live_on_this_host(connection)
+    return sum(
+        declare_lost(run, s.session_id, reason=f"its process {s.pid} is gone")
+        for s in here
+        if not process_exists(s.pid)
+    )
+
+
+def recover_packs(session: WorkerSession) -> int:
+    """Seal, by copying, every pack whose writer is gone; returns how many were recovered."""
+    run = session.run
+    with run.index.read() as connection:
+        left_open = packs.open_without_writer(connection)
+    return sum(_recover(session, pack) for pack in left_open)
+
+
+def _recover(session: WorkerSession, pack: Pack) -> bool:
+    run = session.run
+    with run.index.read() as connection:
+        extents = packs.extents_of_pack(connection, pack.pack_id)
+    moved = {}
+    target: PackWriter | None = None
+    pack_id = new_id("pack")
+    if extents:
+        path = f"packs/{pack.kind}/{session.session_id}-salvage-{pack_id}.arrow"
+        with run.index.begin() as connection:
+            sessions.require_live(connection, session.session_id)
+            packs.create(
+                connection, pack_id=pack_id, kind=pack.kind, path=path, session_id=session.session_id
+            )
+        target = PackWriter(
+            run.root, pack_id=pack_id, path=path, kind=pack.kind, durability=run.config.run.durability
+        )
+        salvaged = salvage(run.root, extents, target=target)
+        moved = salvaged.moved
+        if salvaged.corrupt:
+            # The damaged pack stays where it is, open, for whoever repairs it; reads of its extents raise.
+            log.error("%s", CorruptPackError(salvaged.corrupt[0].reason, pack=pack.path))
+    with run.index.begin() as connection:
+        sessions.require_live(connection, session.session_id)
+        packs.move_extents(connection, moved)
+        if target is not None:
+            packs.seal(connection, pack_id, num_bytes=target.length, num_rows=target.num_rows)
+        if len(moved) == len(extents):
+            packs.condemn(connection, pack.pack_id)
+        events.record(
+            connection,
+            "pack.recovered",
+            session_id=session.session_id,
+            path=pack.path,
+            num_extents=len(moved),
+            num_corrupt=len(extents) - len(moved),
+        )
+    if len(moved) == len(extents):
+        (run.root / pack.path).unlink(
+            missing_ok=True
+        )  # crash before: a condemned file, removed by the next sweep
+    return True

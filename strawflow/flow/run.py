@@ -1,0 +1,149 @@
+"""A run: one folder, one index, one configuration that never changes.
+
+RUN/config.json      the resolved configuration, written last when a run is created
+RUN/index.sqlite     the index, unless run.index_url names another
+RUN/packs/<kind>/    Arrow packs
+RUN/weights/         weight versions, each a Hugging Face checkpoint
+RUN/checkpoints/     trainer checkpoints
+RUN/logs/            one file per worker and start
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from strawflow import config as configuration
+from strawflow.config import RunConfig
+from strawflow.errors import AlreadyExistsError, ConfigError, NotFoundError
+from strawflow.index import branches, consumers, migrate
+from strawflow.index.engine import Index
+from strawflow.packs.probe import durability_of
+
+MAIN_BRANCH = "main"
+TRAINER = "trainer"
+CONFIG_FILE = "config.json"
+
+
+@dataclass(frozen=True)
+class Run:
+    """An open run; safe to share between threads."""
+
+    root: Path
+    config: RunConfig
+    index: Index
+    branch: str = MAIN_BRANCH
+    consumer: str = TRAINER
+
+    @property
+    def name(self) -> str:
+        return self.root.name
+
+    @property
+    def model_path(self) -> Path:
+        """The initial Hugging Face checkpoint; a relative path lies inside the run's folder."""
+        return self.root / self.config.model.path
+
+    def log_path(self, worker: str, attempt: int) -> Path:
+        return self.root / "logs" / f"{worker}-{attempt}.log"
+
+    def close(self) -> None:
+        self.index.close()
+
+
+def create_run(root: Path, config: RunConfig, *, fresh: bool = False) -> Run:
+    """Create the run's folder and index; the folder becomes a run when config.json appears, last.
+
+    `fresh` removes a run that is there.
+
+    Raises:
+        AlreadyExistsError: the folder holds a run (or anything else) and `fresh` is not set.
+        ConfigError: the file system cannot keep the durability the configuration claims.
+    """
+    root = root.resolve()
+    if root.exists() and any(root.iterdir()):
+        _make_room(root, fresh=fresh)
+    for folder in ("packs", "weights", "checkpoints", "logs"):
+        (root / folder).mkdir(parents=True, exist_ok=True)
+    refuse_unkeepable_durability(root, config)
+    index = Index(index_url(root, config), durability=config.run.durability)
+    migrate.upgrade(index)
+    with index.begin() as connection:
+        branches.create(connection, MAIN_BRANCH)
+        consumers.ensure(connection, MAIN_BRANCH, TRAINER)
+    index.expire_after_reboot()
+    write_durably(root / CONFIG_FILE, configuration.to_json(config).encode())
+    return Run(root, config, index)
+
+
+def open_run(root: Path) -> Run:
+    """Open an existing run.
+
+    Raises:
+        NotFoundError: the folder is no run.
+        IncompatibleFormatError: its index is of another revision.
+    """
+    root = root.resolve()
+    path = root / CONFIG_FILE
+    if not path.exists():
+        raise NotFoundError(f"{root} is no run: it has no {CONFIG_FILE}; see `strawflow run list`")
+    config = configuration.from_json(path.read_text(encoding="utf-8"), path=str(path))
+    index = Index(index_url(root, config), durability=config.run.durability)
+    index.check_revision()
+    index.expire_after_reboot()
+    return Run(root, config, index)
+
+
+def index_url(root: Path, config: RunConfig) -> str:
+    return config.run.index_url or f"sqlite:///{root / 'index.sqlite'}"
+
+
+def is_run(root: Path) -> bool:
+    return (root / CONFIG_FILE).exists()
+
+
+def refuse_unkeepable_durability(root: Path, config: RunConfig) -> None:
+    """Raise ConfigError when the folder's file system cannot give what the configuration claims."""
+    probe = durability_of(root)
+    if config.run.durability == "host" and probe.level != "host":
+        raise ConfigError(
+            f"{root} lies on {probe.filesystem}, which does not survive power loss ({probe.reason}); "
+            "choose another folder or --run.durability process"
+        )
+    if probe.is_network and not config.run.index_url:
+        raise ConfigError(
+            f"{root} lies on a network file system ({probe.filesystem}), where SQLite locks cannot be trusted; "
+            "set run.index_url to a PostgreSQL address or to a local SQLite file"
+        )
+
+
+def write_durably(path: Path, content: bytes) -> None:
+    """Write a whole file: temporary name, fsync, rename, fsync of the folder."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with temporary.open("wb") as sink:
+        sink.write(content)
+        sink.flush()
+        os.fsync(sink.fileno())
+    temporary.rename(path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _make_room(root: Path, *, fresh: bool) -> None:
+    if not fresh:
+        what = "a run" if is_run(root) else "files that are no complete run"
+        raise AlreadyExistsError(
+            f"{root} already holds {what}: `strawflow resume {root}` goes on with it, --fresh removes it and starts anew"
+        )
+    if not is_run(root) and not (root / "packs").is_dir():
+        raise AlreadyExistsError(f"{root} holds files that are no run of ours; --fresh does not remove them")
+    shutil.rmtree(root)

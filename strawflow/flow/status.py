@@ -1,0 +1,296 @@
+"""Looking at a run without touching it: the snapshot behind `strawflow status`, and close-ups of batches and units.
+
+1. Everything here reads; nothing is rescued, renewed or repaired by looking.
+2. A snapshot is taken in one read transaction; disk use is measured beside it, without a lock.
+3. It knows what the index says. Whether the bytes are good is `flow.check`'s part.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from strawflow.errors import NotFoundError
+from strawflow.flow.run import Run
+from strawflow.index import batches, checkpoints, consumers, datasets, events, packs, sessions, units, weights
+from strawflow.index.batches import Batch
+from strawflow.index.checkpoints import Checkpoint
+from strawflow.index.consumers import Consumer
+from strawflow.index.datasets import DatasetSize
+from strawflow.index.engine import Connection
+from strawflow.index.sessions import Session
+from strawflow.index.units import Unit
+from strawflow.index.weights import Engine, WeightVersion
+from strawflow.packs.reader import PackReader
+from strawflow.states import UnitState
+
+FOLDERS = ("packs", "weights", "checkpoints", "logs")
+
+
+@dataclass(frozen=True)
+class UnitCount:
+    purpose: str
+    state: str
+    num_units: int
+
+
+@dataclass(frozen=True)
+class OutcomeCount:
+    outcome: str
+    reason: str | None
+    num_units: int
+
+
+@dataclass(frozen=True)
+class RoleHolder:
+    role: str
+    fence: int
+    session_id: str | None
+    is_live: bool
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands, in steps: position <= trained <= planned <= total."""
+
+    stage: str
+    """`not started`, `warm start`, `rl` or `finished`."""
+    position: int
+    """Last step a checkpoint covers: a crash goes back to here."""
+    trained: int
+    """Last step the trainer applied."""
+    planned: int
+    """Last step whose batch is stored."""
+    total: int
+    warm_start_steps: int
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """One look at a run."""
+
+    name: str
+    root: str
+    index_url: str
+    branch: str
+    progress: Progress
+    datasets: tuple[DatasetSize, ...]
+    units: tuple[UnitCount, ...]
+    offered: dict[str, int]
+    """Completed units waiting to be planned, by purpose."""
+    num_failed: int
+    failed: tuple[Unit, ...]
+    """The first few units set aside as failed, with their last errors."""
+    outcomes: tuple[OutcomeCount, ...]
+    sessions: tuple[Session, ...]
+    """Live sessions; one that is past its expiry waits to be declared lost."""
+    roles: tuple[RoleHolder, ...]
+    engines: tuple[Engine, ...]
+    newest_weights: WeightVersion | None
+    checkpoints: tuple[Checkpoint, ...]
+    last_batch: Batch | None
+    last_metrics: dict[str, Any] | None
+    """What the trainer recorded of its last step."""
+    events: tuple[dict[str, Any], ...]
+    """Newest first."""
+    disk_bytes: dict[str, int]
+
+
+def snapshot(run: Run, *, num_events: int = 8, num_failed: int = 5) -> RunStatus:
+    """Return what an operator needs to know about a run now."""
+    with run.index.read() as connection:
+        consumer = consumers.find(connection, run.branch, run.consumer)
+        steps = checkpoints.steps_recorded(connection, run.branch, run.consumer)
+        live = sessions.listed(connection, live_only=True)
+        counts = units.count_by_state(connection, run.branch)
+        outcomes = consumers.count_outcomes(connection, run.branch, run.consumer)
+        failed = units.listed(connection, run.branch, state=UnitState.FAILED, limit=num_failed)
+        newest = weights.newest(connection, run.branch)
+        return RunStatus(
+            name=run.name,
+            root=str(run.root),
+            index_url=run.index.shown_url,
+            branch=run.branch,
+            progress=_progress(run, consumer, newest, trained=steps[-1]["step"] if steps else 0),
+            datasets=tuple(datasets.listed(connection, run.branch)),
+            units=tuple(UnitCount(*key, count) for key, count in sorted(counts.items())),
+            offered=consumers.num_offered(connection, run.branch, run.consumer),
+            num_failed=sum(n for (_, state), n in counts.items() if state == UnitState.FAILED),
+            failed=tuple(failed),
+            outcomes=tuple(
+                OutcomeCount(*key, count)
+                for key, count in sorted(outcomes.items(), key=lambda item: (item[0][0], item[0][1] or ""))
+            ),
+            sessions=tuple(live),
+            roles=_roles(connection, run, {s.session_id for s in live}),
+            engines=tuple(weights.engines_listed(connection)),
+            newest_weights=newest,
+            checkpoints=tuple(checkpoints.listed(connection, run.branch, run.consumer)),
+            last_batch=batches.find(connection, run.branch, run.consumer, consumer.planned),
+            last_metrics=steps[-1] if steps else None,
+            events=tuple(events.latest(connection, limit=num_events)),
+            disk_bytes=disk_use(run.root),
+        )
+
+
+def _progress(run: Run, consumer: Consumer, newest: WeightVersion | None, *, trained: int) -> Progress:
+    config = run.config
+    if newest is None:
+        stage = "not started"
+    elif consumer.position >= config.total_steps:
+        stage = "finished"
+    elif newest.step < config.warm_start.steps:
+        stage = "warm start"
+    else:
+        stage = "rl"
+    # A crash may leave steps recorded beyond what a trainer that went back has applied; they are trained again.
+    return Progress(
+        stage, consumer.position, trained, consumer.planned, config.total_steps, config.warm_start.steps
+    )
+
+
+def _roles(connection: Connection, run: Run, live: set[str]) -> tuple[RoleHolder, ...]:
+    return tuple(
+        RoleHolder(role, fence, session_id, session_id in live)
+        for role, fence, session_id in consumers.roles_listed(connection, run.branch)
+    )
+
+
+def disk_use(root: Path) -> dict[str, int]:
+    """Return the bytes used by each folder of a run and by its SQLite index; files that vanish meanwhile count 0."""
+    use = {folder: _tree_bytes(root / folder) for folder in FOLDERS}
+    use["index"] = sum(_file_bytes(path) for path in root.glob("index.sqlite*"))
+    return use
+
+
+def _tree_bytes(folder: Path) -> int:
+    return sum(_file_bytes(Path(parent) / name) for parent, _, names in os.walk(folder) for name in names)
+
+
+def _file_bytes(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+@dataclass(frozen=True)
+class BatchDetail:
+    """One batch, opened."""
+
+    batch: Batch
+    units: tuple[dict[str, Any], ...]
+    """Unit id, outcome and reason of every unit given to this batch."""
+    members: tuple[dict[str, Any], ...]
+    """The stored plan rows, each with its prompt and response length where the member was packed."""
+    micro_batches: tuple[dict[str, Any], ...]
+    """Place, sequences, tokens and file of each micro-batch."""
+
+
+def batch_detail(run: Run, step: int) -> BatchDetail:
+    """Read one batch whole: plan and packed rows.
+
+    Raises:
+        NotFoundError: no batch of that step.
+        CorruptPackError: stored bytes do not match their checksum.
+    """
+    with run.index.read() as connection:
+        batch = batches.require(connection, run.branch, run.consumer, step)
+        places = batches.places(connection, batch.batch_id)
+        placed = packs.find_extents(connection, [batch.plan_extent_id, *(p.extent_id for p in places)])
+        assigned = batches.units_of(connection, [batch.batch_id])
+    reader = PackReader(run.root)
+    lengths: dict[tuple[int, int, int], tuple[int, int]] = {}
+    micro_batches: list[dict[str, Any]] = []
+    for place in places:
+        extent = placed[place.extent_id]
+        rows = reader.read(extent)
+        columns = ["unit_id", "member", "segment", "prompt_length", "tokens"]
+        for row in rows.select(columns).to_pylist():
+            key = (row["unit_id"], row["member"], row["segment"])
+            lengths[key] = (row["prompt_length"], len(row["tokens"]) - row["prompt_length"])
+        micro_batches.append(
+            {
+                "mini_batch": place.mini_batch,
+                "slice": place.slice,
+                "micro_batch": place.micro_batch,
+                "num_sequences": rows.num_rows,
+                "num_tokens": len(rows.column("tokens").flatten()),
+                "path": extent.path,
+                "offset": extent.offset,
+                "length": extent.length,
+            }
+        )
+    members = []
+    for row in reader.read(placed[batch.plan_extent_id]).to_pylist():
+        prompt, response = lengths.get((row["unit_id"], row["member"], row["segment"]), (None, None))
+        members.append({**row, "prompt_length": prompt, "response_length": response})
+    fates = [{"unit_id": u, "outcome": outcome, "reason": reason} for _, u, outcome, reason in assigned]
+    return BatchDetail(batch, tuple(fates), tuple(members), tuple(micro_batches))
+
+
+@dataclass(frozen=True)
+class UnitDetail:
+    """One unit, opened."""
+
+    unit: Unit
+    prompt: dict[str, Any]
+    members: tuple[dict[str, Any], ...]
+    """Its accepted trajectories: status, reward, lengths, text; empty unless completed."""
+    fates: tuple[dict[str, Any], ...]
+    events: tuple[dict[str, Any], ...]
+
+
+def unit_detail(run: Run, unit_id: int) -> UnitDetail:
+    """Read one unit whole: its prompt, its accepted trajectories, what became of it and its events.
+
+    Raises:
+        NotFoundError: no such unit.
+        CorruptPackError: stored bytes do not match their checksum.
+    """
+    with run.index.read() as connection:
+        unit = units.find(connection, unit_id)
+        fates = consumers.fates_of(connection, unit.branch_id, unit_id)
+        steps = {b.batch_id: b.step for b in batches.listed(connection, unit.branch_id, run.consumer)}
+        history = events.of_unit(connection, unit_id, limit=50)
+        places = [
+            p for p in datasets.segment_extent_ids(connection, unit.segment_id) if p[0] <= unit.position
+        ]
+        if not places:
+            raise NotFoundError(f"unit {unit_id} names a prompt that its segment does not hold")
+        first_row, prompt_extent = places[-1]
+        ids = [prompt_extent] + ([unit.extent_id] if unit.extent_id else [])
+        placed = packs.find_extents(connection, ids)
+    reader = PackReader(run.root)
+    prompt = reader.read(placed[prompt_extent]).slice(unit.position - first_row, 1).to_pylist()[0]
+    prompt.pop("content_digest")
+    rows: list[dict[str, Any]] = []
+    if unit.extent_id is not None:
+        rows = reader.read(placed[unit.extent_id]).slice(unit.row_start, unit.row_count).to_pylist()
+    return UnitDetail(
+        unit=unit,
+        prompt=prompt,
+        members=tuple(_member(row) for row in rows),
+        fates=tuple(
+            {
+                "consumer": consumer,
+                "epoch": fate.epoch,
+                "outcome": fate.outcome,
+                "reason": fate.reason,
+                "step": None if batch_id is None else steps.get(batch_id),
+            }
+            for consumer, fate, batch_id in fates
+        ),
+        events=tuple(history),
+    )
+
+
+def _member(row: dict[str, Any]) -> dict[str, Any]:
+    kept = ("member", "segment", "status", "failure", "reward", "score", "finish_reason", "response_text")
+    return {
+        **{name: row[name] for name in (*kept, "weight_versions", "engine")},
+        "num_prompt_tokens": len(row["prompt_tokens"]),
+        "num_response_tokens": len(row["response_tokens"]),
+    }

@@ -1,0 +1,65 @@
+"""Names of things: typed identifiers and how they are written.
+
+1. Ids made here are unique without coordination and safe as file names.
+2. A record id is the identity of a stored row for ever; an extent is only where the row lies now.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+
+
+def new_id(prefix: str) -> str:
+    """Return `prefix-` and 64 random bits in hexadecimal."""
+    return f"{prefix}-{secrets.token_hex(8)}"
+
+
+@dataclass(frozen=True, order=True)
+class RecordId:
+    """Identity of one stored row: a segment of one member of one execution of a unit."""
+
+    unit_id: int
+    fence: int
+    seq: int
+    member: int
+    segment: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.unit_id}.{self.fence}.{self.seq}.{self.member}.{self.segment}"
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Where rows lie: one Arrow message of one pack.
+
+    `digests` holds an xxh3-128 (16 bytes, big endian) of every 4 MiB block of the message's bytes.
+    """
+
+    extent_id: str
+    pack_id: str
+    kind: str
+    path: str
+    """Relative to the run's root."""
+    offset: int
+    length: int
+    num_rows: int
+    digests: bytes
+
+
+@dataclass(frozen=True)
+class RowRange:
+    """Rows `start .. start + count` of an extent."""
+
+    extent: Extent
+    start: int
+    count: int
+
+
+def weight_version_id(branch: str, fence: int, step: int, digest: str) -> str:
+    """Name of a weight version: readable step first, then (branch, trainer fence, digest prefix)."""
+    return f"v{step:06d}-{branch}-f{fence}-{digest[:12]}"
+
+
+def checkpoint_id(branch: str, fence: int, step: int) -> str:
+    return f"c{step:06d}-{branch}-f{fence}"

@@ -1,0 +1,84 @@
+"""Trainer checkpoints and the per-step metrics recorded beside them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.engine import Connection
+
+from strawflow import clock
+from strawflow.index import tables as t
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    checkpoint_id: str
+    branch_id: str
+    consumer: str
+    step: int
+    fence: int
+    path: str
+    state_digest: str
+    batch_digest: str
+    created_at: str
+
+
+def insert(connection: Connection, checkpoint: Checkpoint) -> None:
+    """Store a checkpoint whose files are durable; one per (branch, consumer, step)."""
+    connection.execute(sa.insert(t.checkpoints).values(**checkpoint.__dict__))
+
+
+def newest(connection: Connection, branch_id: str, consumer: str) -> Checkpoint | None:
+    row = connection.execute(
+        sa.select(t.checkpoints)
+        .where(t.checkpoints.c.branch_id == branch_id, t.checkpoints.c.consumer == consumer)
+        .order_by(t.checkpoints.c.step.desc())
+        .limit(1)
+    ).first()
+    return None if row is None else Checkpoint(**row._mapping)
+
+
+def listed(connection: Connection, branch_id: str, consumer: str) -> list[Checkpoint]:
+    rows = connection.execute(
+        sa.select(t.checkpoints)
+        .where(t.checkpoints.c.branch_id == branch_id, t.checkpoints.c.consumer == consumer)
+        .order_by(t.checkpoints.c.step)
+    )
+    return [Checkpoint(**row._mapping) for row in rows]
+
+
+def record_step(
+    connection: Connection, branch_id: str, consumer: str, *, step: int, fence: int, metrics: dict[str, Any]
+) -> None:
+    """Store what a trainer measured in a step; a replay after a crash has another fence and keeps its own row."""
+    connection.execute(
+        sa.insert(t.steps).values(
+            branch_id=branch_id,
+            consumer=consumer,
+            step=step,
+            fence=fence,
+            metrics=json.dumps(metrics, sort_keys=True),
+            recorded_at=clock.wall_time(),
+        )
+    )
+
+
+def steps_recorded(connection: Connection, branch_id: str, consumer: str) -> list[dict[str, Any]]:
+    """Return one record per step, of the newest trainer session that applied it, in step order."""
+    rows = connection.execute(
+        sa.select(t.steps)
+        .where(t.steps.c.branch_id == branch_id, t.steps.c.consumer == consumer)
+        .order_by(t.steps.c.step, t.steps.c.fence)
+    )
+    newest_of: dict[int, dict[str, Any]] = {}
+    for r in rows:
+        newest_of[r.step] = {
+            "step": r.step,
+            "fence": r.fence,
+            "recorded_at": r.recorded_at,
+            **json.loads(r.metrics),
+        }
+    return list(newest_of.values())

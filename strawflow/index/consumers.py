@@ -1,0 +1,303 @@
+"""Consumers, the roles that act for them, and what became of each unit in their eyes.
+
+1. A role (`consume:<name>`, `assemble:<name>`) has one holder; taking it raises its fence.
+2. Every assignment is made once: primary key (branch, consumer, epoch, unit).
+3. `position` is the last step a checkpoint covers, `planned` the last step with a stored batch; position <= planned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.engine import Connection
+
+from strawflow.errors import ConflictError, LeaseLostError, NotFoundError
+from strawflow.index import events, sessions
+from strawflow.index import tables as t
+from strawflow.index.units import _COLUMNS, Unit, _unit
+from strawflow.states import SessionState, UnitState
+
+
+@dataclass(frozen=True)
+class Consumer:
+    branch_id: str
+    consumer: str
+    position: int
+    planned: int
+    num_dropped: int
+
+
+@dataclass(frozen=True)
+class Role:
+    """A held role: the fence every write under it must name."""
+
+    branch_id: str
+    role: str
+    fence: int
+    session_id: str
+
+
+@dataclass(frozen=True)
+class Assignment:
+    epoch: int
+    unit_id: int
+    outcome: str
+    reason: str | None = None
+
+
+def ensure(connection: Connection, branch_id: str, consumer: str) -> None:
+    insert = postgresql.insert if connection.dialect.name == "postgresql" else sqlite.insert
+    connection.execute(
+        insert(t.consumers)
+        .values(branch_id=branch_id, consumer=consumer, position=0, planned=0, num_dropped=0)
+        .on_conflict_do_nothing()
+    )
+
+
+def find(connection: Connection, branch_id: str, consumer: str) -> Consumer:
+    """Return a consumer's standing.
+
+    Raises:
+        NotFoundError: no such consumer on this branch.
+    """
+    row = connection.execute(
+        sa.select(t.consumers).where(t.consumers.c.branch_id == branch_id, t.consumers.c.consumer == consumer)
+    ).first()
+    if row is None:
+        raise NotFoundError(f"there is no consumer {consumer!r} on branch {branch_id!r}")
+    return Consumer(row.branch_id, row.consumer, row.position, row.planned, row.num_dropped)
+
+
+def take_role(connection: Connection, branch_id: str, role: str, session_id: str) -> Role | None:
+    """Take a role that is free or whose holder's session is not live; None while another live session holds it."""
+    sessions.require_live(connection, session_id)
+    insert = postgresql.insert if connection.dialect.name == "postgresql" else sqlite.insert
+    connection.execute(
+        insert(t.roles).values(branch_id=branch_id, role=role, fence=0).on_conflict_do_nothing()
+    )
+    live = sa.select(t.sessions.c.session_id).where(t.sessions.c.state == SessionState.LIVE)
+    row = connection.execute(
+        sa.update(t.roles)
+        .where(
+            t.roles.c.branch_id == branch_id,
+            t.roles.c.role == role,
+            sa.or_(t.roles.c.session_id.is_(None), t.roles.c.session_id.not_in(live)),
+        )
+        .values(fence=t.roles.c.fence + 1, session_id=session_id)
+        .returning(t.roles.c.fence)
+    ).first()
+    if row is None:
+        return None
+    events.record(connection, "role.taken", session_id=session_id, role=role, fence=row.fence)
+    return Role(branch_id, role, row.fence, session_id)
+
+
+def leave_role(connection: Connection, role: Role) -> None:
+    connection.execute(
+        sa.update(t.roles)
+        .where(
+            t.roles.c.branch_id == role.branch_id,
+            t.roles.c.role == role.role,
+            t.roles.c.fence == role.fence,
+        )
+        .values(session_id=None)
+    )
+
+
+def require_role(connection: Connection, role: Role) -> None:
+    """Raise LeaseLostError unless the role is still held under this fence by a live session."""
+    sessions.require_live(connection, role.session_id)
+    statement = sa.select(t.roles.c.fence, t.roles.c.session_id).where(
+        t.roles.c.branch_id == role.branch_id, t.roles.c.role == role.role
+    )
+    if connection.dialect.name == "postgresql":
+        statement = statement.with_for_update()
+    row = connection.execute(statement).one()
+    if (row.fence, row.session_id) != (role.fence, role.session_id):
+        raise LeaseLostError(
+            f"another session took over as {role.role}; stop the work",
+            fence=role.fence,
+            found_fence=row.fence,
+        )
+
+
+def offer(connection: Connection, branch_id: str, consumer: str, unit_ids: Iterable[int]) -> None:
+    """Put completed units before a consumer."""
+    connection.execute(
+        sa.insert(t.offers),
+        [{"branch_id": branch_id, "consumer": consumer, "unit_id": u} for u in unit_ids],
+    )
+
+
+def withdraw(connection: Connection, branch_id: str, consumer: str, unit_ids: Iterable[int]) -> int:
+    """Take offers back; returns how many there were."""
+    done = connection.execute(
+        sa.delete(t.offers).where(
+            t.offers.c.branch_id == branch_id,
+            t.offers.c.consumer == consumer,
+            t.offers.c.unit_id.in_(list(unit_ids)),
+        )
+    )
+    return int(done.rowcount)
+
+
+def offered(connection: Connection, branch_id: str, consumer: str, *, purpose: str, limit: int) -> list[Unit]:
+    """Return completed units before this consumer: oldest weight version first, then first in."""
+    rows = connection.execute(
+        sa.select(*_COLUMNS)
+        .join(t.offers, t.offers.c.unit_id == t.units.c.unit_id)
+        .where(
+            t.offers.c.branch_id == branch_id,
+            t.offers.c.consumer == consumer,
+            t.units.c.purpose == purpose,
+        )
+        .order_by(t.units.c.version_step, t.units.c.unit_id)
+        .limit(limit)
+    )
+    return [_unit(row) for row in rows]
+
+
+def assign(
+    connection: Connection,
+    branch_id: str,
+    consumer: str,
+    assignments: Sequence[Assignment],
+    *,
+    batch_id: int | None,
+) -> None:
+    """Record what becomes of units; the primary key refuses a second fate.
+
+    Raises:
+        ConflictError: a unit was assigned before.
+    """
+    if not assignments:
+        return
+    try:
+        connection.execute(
+            sa.insert(t.assignments),
+            [
+                {
+                    "branch_id": branch_id,
+                    "consumer": consumer,
+                    "epoch": a.epoch,
+                    "unit_id": a.unit_id,
+                    "batch_id": batch_id,
+                    "outcome": a.outcome,
+                    "reason": a.reason,
+                }
+                for a in assignments
+            ],
+        )
+    except sa.exc.IntegrityError as error:
+        raise ConflictError(
+            f"a unit of this batch was already given to consumer {consumer!r}", detail=str(error.orig)
+        ) from error
+    if batch_id is None:
+        connection.execute(
+            sa.update(t.consumers)
+            .where(t.consumers.c.branch_id == branch_id, t.consumers.c.consumer == consumer)
+            .values(num_dropped=t.consumers.c.num_dropped + len(assignments))
+        )
+
+
+def failed_unassigned(connection: Connection, branch_id: str, consumer: str, *, purpose: str) -> list[Unit]:
+    """Return failed units this consumer has not recorded as dropped yet."""
+    known = sa.select(t.assignments.c.unit_id).where(
+        t.assignments.c.branch_id == branch_id, t.assignments.c.consumer == consumer
+    )
+    rows = connection.execute(
+        sa.select(*_COLUMNS).where(
+            t.units.c.branch_id == branch_id,
+            t.units.c.state == UnitState.FAILED,
+            t.units.c.purpose == purpose,
+            t.units.c.unit_id.not_in(known),
+        )
+    )
+    return [_unit(row) for row in rows]
+
+
+def count_outcomes(
+    connection: Connection, branch_id: str, consumer: str
+) -> dict[tuple[str, str | None], int]:
+    """Return {(outcome, reason): number of units}."""
+    rows = connection.execute(
+        sa.select(t.assignments.c.outcome, t.assignments.c.reason, sa.func.count())
+        .where(t.assignments.c.branch_id == branch_id, t.assignments.c.consumer == consumer)
+        .group_by(t.assignments.c.outcome, t.assignments.c.reason)
+    )
+    return {(outcome, reason): count for outcome, reason, count in rows}
+
+
+def advance_planned(connection: Connection, branch_id: str, consumer: str, *, step: int) -> None:
+    """Move the last planned step from `step` - 1 to `step`.
+
+    Raises:
+        ConflictError: another batch was planned meanwhile.
+    """
+    _advance(connection, branch_id, consumer, "planned", expected=step - 1, new=step)
+
+
+def advance_position(
+    connection: Connection, branch_id: str, consumer: str, *, expected: int, new: int
+) -> None:
+    """Move the committed position.
+
+    Raises:
+        ConflictError: the position is not `expected`.
+    """
+    _advance(connection, branch_id, consumer, "position", expected=expected, new=new)
+
+
+def _advance(
+    connection: Connection, branch_id: str, consumer: str, column: str, *, expected: int, new: int
+) -> None:
+    done = connection.execute(
+        sa.update(t.consumers)
+        .where(
+            t.consumers.c.branch_id == branch_id,
+            t.consumers.c.consumer == consumer,
+            t.consumers.c[column] == expected,
+        )
+        .values({column: new})
+    )
+    if done.rowcount != 1:
+        found = find(connection, branch_id, consumer)
+        raise ConflictError(
+            f"consumer {consumer!r} has {column} {getattr(found, column)}, not {expected}", new=new
+        )
+
+
+def num_offered(connection: Connection, branch_id: str, consumer: str) -> dict[str, int]:
+    """Return {purpose: completed units waiting for this consumer}."""
+    rows = connection.execute(
+        sa.select(t.units.c.purpose, sa.func.count())
+        .join(t.offers, t.offers.c.unit_id == t.units.c.unit_id)
+        .where(t.offers.c.branch_id == branch_id, t.offers.c.consumer == consumer)
+        .group_by(t.units.c.purpose)
+    )
+    return dict(rows)
+
+
+def roles_listed(connection: Connection, branch_id: str) -> list[tuple[str, int, str | None]]:
+    """Return (role, fence, session that holds or held it)."""
+    r = t.roles.c
+    rows = connection.execute(
+        sa.select(r.role, r.fence, r.session_id).where(r.branch_id == branch_id).order_by(r.role)
+    )
+    return [(row.role, row.fence, row.session_id) for row in rows]
+
+
+def fates_of(
+    connection: Connection, branch_id: str, unit_id: int
+) -> list[tuple[str, Assignment, int | None]]:
+    """Return (consumer, assignment, batch id) of a unit."""
+    a = t.assignments.c
+    rows = connection.execute(
+        sa.select(a.consumer, a.epoch, a.unit_id, a.outcome, a.reason, a.batch_id)
+        .where(a.branch_id == branch_id, a.unit_id == unit_id)
+        .order_by(a.consumer, a.epoch)
+    )
+    return [(r.consumer, Assignment(r.epoch, r.unit_id, r.outcome, r.reason), r.batch_id) for r in rows]

@@ -1,0 +1,240 @@
+"""Datasets: immutable segments of prompts, row identities, and each branch's cursor over them.
+
+1. Row identity is (dataset, content digest, occurrence): enqueuing the same file twice adds nothing.
+2. The cursor moves only in the transaction that creates the units it passes over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.engine import Connection
+
+from strawflow import clock
+from strawflow.errors import ConflictError, NotFoundError
+from strawflow.index import tables as t
+
+
+@dataclass(frozen=True)
+class Segment:
+    segment_id: int
+    dataset_id: str
+    segment_seq: int
+    num_rows: int
+    source: str
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """Where admission stands: the next place is `position` of segment `segment_seq` in `epoch`."""
+
+    dataset_id: str
+    version: int
+    epoch: int
+    segment_seq: int
+    position: int
+    num_admitted: int
+
+
+def ensure(connection: Connection, dataset_id: str, *, purpose: str) -> None:
+    """Create the dataset unless it exists.
+
+    Raises:
+        ConflictError: it exists for another purpose.
+    """
+    found = connection.execute(
+        sa.select(t.datasets.c.purpose).where(t.datasets.c.dataset_id == dataset_id)
+    ).scalar()
+    if found is None:
+        connection.execute(
+            sa.insert(t.datasets).values(dataset_id=dataset_id, purpose=purpose, created_at=clock.wall_time())
+        )
+    elif found != purpose:
+        raise ConflictError(f"dataset {dataset_id!r} was created for {found!r}, not {purpose!r}")
+
+
+def known_occurrences(connection: Connection, dataset_id: str, digests: Sequence[bytes]) -> dict[bytes, int]:
+    """Return how many rows of each content digest the dataset already holds."""
+    counts: dict[bytes, int] = {}
+    for at in range(0, len(digests), 500):
+        chunk = list(digests[at : at + 500])
+        rows = connection.execute(
+            sa.select(t.prompt_rows.c.digest, sa.func.count())
+            .where(t.prompt_rows.c.dataset_id == dataset_id, t.prompt_rows.c.digest.in_(chunk))
+            .group_by(t.prompt_rows.c.digest)
+        )
+        counts.update({bytes(digest): count for digest, count in rows})
+    return counts
+
+
+def add_segment(connection: Connection, dataset_id: str, *, num_rows: int, source: str) -> Segment:
+    last = connection.execute(
+        sa.select(sa.func.max(t.segments.c.segment_seq)).where(t.segments.c.dataset_id == dataset_id)
+    ).scalar()
+    seq = 0 if last is None else last + 1
+    segment_id = connection.execute(
+        sa.insert(t.segments)
+        .values(
+            dataset_id=dataset_id,
+            segment_seq=seq,
+            num_rows=num_rows,
+            source=source,
+            created_at=clock.wall_time(),
+        )
+        .returning(t.segments.c.segment_id)
+    ).scalar_one()
+    return Segment(segment_id, dataset_id, seq, num_rows, source)
+
+
+def add_segment_extents(connection: Connection, segment_id: int, extents: Sequence[tuple[int, str]]) -> None:
+    """Record (first row, extent id) pairs."""
+    connection.execute(
+        sa.insert(t.segment_extents),
+        [{"segment_id": segment_id, "first_row": first, "extent_id": e} for first, e in extents],
+    )
+
+
+def add_rows(connection: Connection, dataset_id: str, rows: Sequence[tuple[bytes, int]]) -> None:
+    """Record the identities (content digest, occurrence) of new rows.
+
+    Raises:
+        ConflictError: another writer recorded one of them meanwhile.
+    """
+    try:
+        connection.execute(
+            sa.insert(t.prompt_rows),
+            [{"dataset_id": dataset_id, "digest": d, "occurrence": o} for d, o in rows],
+        )
+    except sa.exc.IntegrityError as error:
+        raise ConflictError(
+            "the same rows were enqueued by another writer meanwhile; nothing of this file was taken, enqueue it again",
+            dataset_id=dataset_id,
+        ) from error
+
+
+def segments_of(connection: Connection, dataset_id: str) -> list[Segment]:
+    rows = connection.execute(
+        sa.select(t.segments).where(t.segments.c.dataset_id == dataset_id).order_by(t.segments.c.segment_seq)
+    )
+    return [Segment(r.segment_id, r.dataset_id, r.segment_seq, r.num_rows, r.source) for r in rows]
+
+
+def segment_extent_ids(connection: Connection, segment_id: int) -> list[tuple[int, str]]:
+    """Return the segment's (first row, extent id) pairs in row order."""
+    rows = connection.execute(
+        sa.select(t.segment_extents.c.first_row, t.segment_extents.c.extent_id)
+        .where(t.segment_extents.c.segment_id == segment_id)
+        .order_by(t.segment_extents.c.first_row)
+    )
+    return [(r.first_row, r.extent_id) for r in rows]
+
+
+def cursor_for_update(connection: Connection, branch_id: str, dataset_id: str) -> Cursor:
+    """Return the cursor, its row held until the transaction ends; made at the start of the data if absent."""
+    insert = postgresql.insert if connection.dialect.name == "postgresql" else sqlite.insert
+    connection.execute(
+        insert(t.cursors)
+        .values(
+            branch_id=branch_id,
+            dataset_id=dataset_id,
+            version=0,
+            epoch=0,
+            segment_seq=0,
+            position=0,
+            num_admitted=0,
+        )
+        .on_conflict_do_nothing()
+    )
+    statement = sa.select(t.cursors).where(
+        t.cursors.c.branch_id == branch_id, t.cursors.c.dataset_id == dataset_id
+    )
+    if connection.dialect.name == "postgresql":
+        statement = statement.with_for_update()
+    r = connection.execute(statement).one()
+    return Cursor(r.dataset_id, r.version, r.epoch, r.segment_seq, r.position, r.num_admitted)
+
+
+def move_cursor(connection: Connection, branch_id: str, cursor: Cursor, *, expected_version: int) -> None:
+    """Store a cursor whose version is `expected_version` + 1.
+
+    Raises:
+        ConflictError: someone else moved it.
+    """
+    done = connection.execute(
+        sa.update(t.cursors)
+        .where(
+            t.cursors.c.branch_id == branch_id,
+            t.cursors.c.dataset_id == cursor.dataset_id,
+            t.cursors.c.version == expected_version,
+        )
+        .values(
+            version=cursor.version,
+            epoch=cursor.epoch,
+            segment_seq=cursor.segment_seq,
+            position=cursor.position,
+            num_admitted=cursor.num_admitted,
+        )
+    )
+    if done.rowcount != 1:
+        raise ConflictError("the dataset cursor was moved by another writer", dataset_id=cursor.dataset_id)
+
+
+def num_rows(connection: Connection, dataset_id: str) -> int:
+    """Return the dataset's size.
+
+    Raises:
+        NotFoundError: no such dataset.
+    """
+    if connection.execute(sa.select(t.datasets).where(t.datasets.c.dataset_id == dataset_id)).first() is None:
+        raise NotFoundError(f"there is no dataset {dataset_id!r}; enqueue prompts first")
+    return int(
+        connection.execute(
+            sa.select(sa.func.coalesce(sa.func.sum(t.segments.c.num_rows), 0)).where(
+                t.segments.c.dataset_id == dataset_id
+            )
+        ).scalar_one()
+    )
+
+
+@dataclass(frozen=True)
+class DatasetSize:
+    dataset_id: str
+    purpose: str
+    num_segments: int
+    num_rows: int
+    num_admitted: int
+
+
+def listed(connection: Connection, branch_id: str) -> list[DatasetSize]:
+    """Return every dataset with its size and how many of its rows the branch admitted, epochs counted again."""
+    sizes = (
+        sa.select(
+            t.segments.c.dataset_id,
+            sa.func.count().label("num_segments"),
+            sa.func.sum(t.segments.c.num_rows).label("num_rows"),
+        )
+        .group_by(t.segments.c.dataset_id)
+        .subquery()
+    )
+    rows = connection.execute(
+        sa.select(
+            t.datasets.c.dataset_id,
+            t.datasets.c.purpose,
+            sa.func.coalesce(sizes.c.num_segments, 0).label("num_segments"),
+            sa.func.coalesce(sizes.c.num_rows, 0).label("num_rows"),
+            sa.func.coalesce(t.cursors.c.num_admitted, 0).label("num_admitted"),
+        )
+        .outerjoin(sizes, sizes.c.dataset_id == t.datasets.c.dataset_id)
+        .outerjoin(
+            t.cursors,
+            sa.and_(t.cursors.c.dataset_id == t.datasets.c.dataset_id, t.cursors.c.branch_id == branch_id),
+        )
+        .order_by(t.datasets.c.dataset_id)
+    )
+    # PostgreSQL sums 64-bit integers to a Decimal
+    return [
+        DatasetSize(r.dataset_id, r.purpose, r.num_segments, int(r.num_rows), r.num_admitted) for r in rows
+    ]

@@ -1,0 +1,153 @@
+"""Opening the index: two dialects behind one `Index`, and every difference between them.
+
+1. `begin()` is the only way to write: BEGIN IMMEDIATE on SQLite (a read never has to upgrade, so "database is locked"
+   cannot follow from a stale snapshot), an ordinary transaction on PostgreSQL.
+2. Index time decides expiry: `clock_timestamp()` on PostgreSQL, seconds since boot on SQLite (one host). A new boot id
+   expires every session at open.
+3. No alembic on hot paths: opening checks one row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy import event
+from sqlalchemy.engine import Connection as Connection
+from sqlalchemy.engine import Engine, make_url
+from sqlalchemy.exc import DBAPIError
+
+from strawflow import clock
+from strawflow.errors import IncompatibleFormatError, NotFoundError, StorageError
+from strawflow.index import tables as t
+
+REVISION = "0001"
+"""The migration this program works with; `strawflow index upgrade` brings an older index here."""
+
+_BUSY_TIMEOUT_S = 60
+
+
+class Index:
+    """An open index. Safe for threads (each call takes its own connection); not to be carried over a fork."""
+
+    def __init__(self, url: str, *, durability: str = "host") -> None:
+        self.url = url
+        self._engine = _make_engine(url, durability=durability)
+
+    @property
+    def dialect(self) -> str:
+        return self._engine.dialect.name
+
+    @contextmanager
+    def begin(self) -> Iterator[Connection]:
+        """Open a write transaction; commits on a clean exit, rolls back on any exception.
+
+        Raises:
+            StorageError: the database could not be reached, stayed locked, or ended the connection.
+        """
+        try:
+            with self._engine.begin() as connection:
+                yield connection
+        except DBAPIError as error:
+            if isinstance(error, sa.exc.OperationalError) or error.connection_invalidated:
+                raise StorageError(f"the index did not answer: {error.orig}", url=self.shown_url) from error
+            raise
+
+    @contextmanager
+    def read(self) -> Iterator[Connection]:
+        """Open a read-only view."""
+        with self._engine.connect() as connection:
+            yield connection.execution_options(reading=True)
+
+    @property
+    def shown_url(self) -> str:
+        """The address without its password."""
+        return make_url(self.url).render_as_string(hide_password=True)
+
+    def close(self) -> None:
+        self._engine.dispose()
+
+    def check_revision(self) -> None:
+        """Refuse an index that is missing, older or newer than this program.
+
+        Raises:
+            NotFoundError: there is no strawflow index at this address.
+            IncompatibleFormatError: its schema is of another revision.
+        """
+        with self.read() as connection:
+            if not sa.inspect(connection).has_table("alembic_version"):
+                raise NotFoundError(
+                    "there is no strawflow index here; create a run first", url=self.shown_url
+                )
+            found = connection.execute(sa.text("SELECT version_num FROM alembic_version")).scalar()
+        if found != REVISION:
+            raise IncompatibleFormatError(
+                f"the index is at revision {found}, this program needs {REVISION}; run `strawflow index upgrade`",
+                url=self.shown_url,
+            )
+
+    def expire_after_reboot(self) -> bool:
+        """Expire every session when the host was booted again since (SQLite only); True if it was."""
+        if self.dialect != "sqlite":
+            return False
+        now_boot = clock.boot_id()
+        with self.begin() as connection:
+            row = connection.execute(sa.select(t.meta.c.value).where(t.meta.c.key == "boot_id")).first()
+            if row is not None and row.value == now_boot:
+                return False
+            if row is None:
+                connection.execute(sa.insert(t.meta).values(key="boot_id", value=now_boot))
+            else:
+                connection.execute(sa.update(t.meta).where(t.meta.c.key == "boot_id").values(value=now_boot))
+            connection.execute(sa.update(t.sessions).values(expires_at=0.0))
+            return row is not None
+
+
+def now(connection: Connection) -> sa.ColumnElement[float]:
+    """Return index time as an expression, evaluated where the statement runs."""
+    if connection.dialect.name == "postgresql":
+        return sa.cast(sa.func.extract("epoch", sa.func.clock_timestamp()), sa.Float)
+    return sa.literal(clock.uptime_s(), sa.Float)
+
+
+def skip_locked(statement: sa.Select[Any], connection: Connection) -> sa.Select[Any]:
+    """Lock the selected rows, passing over those another transaction holds (SQLite holds the whole file already)."""
+    if connection.dialect.name == "postgresql":
+        return statement.with_for_update(skip_locked=True)
+    return statement
+
+
+def lock_rows(statement: sa.Select[Any], connection: Connection) -> sa.Select[Any]:
+    """Lock the selected rows, waiting for their holders."""
+    return statement.with_for_update() if connection.dialect.name == "postgresql" else statement
+
+
+def _make_engine(url: str, *, durability: str) -> Engine:
+    dialect = make_url(url).get_backend_name()
+    if dialect == "postgresql":
+        return sa.create_engine(url, pool_pre_ping=True)
+    engine = sa.create_engine(url, connect_args={"timeout": _BUSY_TIMEOUT_S})
+    synchronous = "FULL" if durability == "host" else "NORMAL"
+
+    @event.listens_for(engine, "connect")
+    def _on_connect(dbapi_connection: Any, _record: Any) -> None:
+        dbapi_connection.isolation_level = (
+            None  # SQLAlchemy's begin event below decides how a transaction starts
+        )
+        for pragma in (
+            "journal_mode=WAL",
+            f"synchronous={synchronous}",
+            "foreign_keys=ON",
+            f"busy_timeout={_BUSY_TIMEOUT_S * 1000}",
+        ):
+            dbapi_connection.execute(f"PRAGMA {pragma}")
+
+    @event.listens_for(engine, "begin")
+    def _on_begin(connection: Connection) -> None:
+        connection.exec_driver_sql(
+            "BEGIN" if connection.get_execution_options().get("reading") else "BEGIN IMMEDIATE"
+        )
+
+    return engine

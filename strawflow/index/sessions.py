@@ -1,0 +1,127 @@
+"""Worker sessions: one row per worker process life; its expiry is the expiry of all it leases.
+
+1. One heartbeat extends everything the session holds.
+2. A session is lost when it expired or its supervisor saw it die; lost sessions never come back.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.engine import Connection
+
+from strawflow import clock
+from strawflow.errors import LeaseLostError
+from strawflow.index import events
+from strawflow.index import tables as t
+from strawflow.index.engine import now
+from strawflow.states import SessionState
+
+
+@dataclass(frozen=True)
+class Session:
+    session_id: str
+    kind: str
+    host: str
+    pid: int
+    state: SessionState
+    expires_in_s: float
+
+
+def start(connection: Connection, session_id: str, *, kind: str, ttl_s: float) -> None:
+    """Register a live session that expires `ttl_s` seconds from now."""
+    connection.execute(
+        sa.insert(t.sessions).values(
+            session_id=session_id,
+            kind=kind,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            state=SessionState.LIVE,
+            expires_at=now(connection) + ttl_s,
+            started_at=clock.wall_time(),
+        )
+    )
+    events.record(connection, "session.started", session_id=session_id, kind=kind)
+
+
+def renew(connection: Connection, session_id: str, *, ttl_s: float) -> None:
+    """Extend a live session.
+
+    Raises:
+        LeaseLostError: the session was ended or declared lost.
+    """
+    done = connection.execute(
+        sa.update(t.sessions)
+        .where(t.sessions.c.session_id == session_id, t.sessions.c.state == SessionState.LIVE)
+        .values(expires_at=now(connection) + ttl_s)
+    )
+    if done.rowcount == 0:
+        raise LeaseLostError("the session is no longer live; stop the work", session_id=session_id)
+
+
+def require_live(connection: Connection, session_id: str) -> None:
+    """Raise LeaseLostError unless the session is live; holds its row so that it cannot be lost meanwhile."""
+    statement = sa.select(t.sessions.c.state).where(t.sessions.c.session_id == session_id)
+    if connection.dialect.name == "postgresql":
+        statement = statement.with_for_update(read=True)
+    state = connection.execute(statement).scalar()
+    if state != SessionState.LIVE:
+        raise LeaseLostError(
+            "the session is no longer live; stop the work", session_id=session_id, state=state
+        )
+
+
+def end(connection: Connection, session_id: str) -> bool:
+    """Mark a session as drained; False if it was not live."""
+    return _close(connection, session_id, SessionState.ENDED, "session.ended")
+
+
+def lose(connection: Connection, session_id: str, *, reason: str) -> bool:
+    """Declare a session lost; False if it was not live any more."""
+    return _close(connection, session_id, SessionState.LOST, "session.lost", reason=reason)
+
+
+def _close(connection: Connection, session_id: str, state: SessionState, event: str, **facts: Any) -> bool:
+    done = connection.execute(
+        sa.update(t.sessions)
+        .where(t.sessions.c.session_id == session_id, t.sessions.c.state == SessionState.LIVE)
+        .values(state=state, ended_at=clock.wall_time())
+    )
+    if done.rowcount:
+        events.record(connection, event, session_id=session_id, **facts)
+    return bool(done.rowcount)
+
+
+def expired(connection: Connection, *, grace_s: float) -> list[str]:
+    """Return live sessions whose expiry passed more than `grace_s` seconds ago."""
+    rows = connection.execute(
+        sa.select(t.sessions.c.session_id).where(
+            t.sessions.c.state == SessionState.LIVE, t.sessions.c.expires_at + grace_s < now(connection)
+        )
+    )
+    return [row.session_id for row in rows]
+
+
+def listed(connection: Connection, *, live_only: bool = False) -> list[Session]:
+    statement = sa.select(
+        t.sessions.c.session_id,
+        t.sessions.c.kind,
+        t.sessions.c.host,
+        t.sessions.c.pid,
+        t.sessions.c.state,
+        (t.sessions.c.expires_at - now(connection)).label("expires_in_s"),
+    ).order_by(t.sessions.c.started_at)
+    if live_only:
+        statement = statement.where(t.sessions.c.state == SessionState.LIVE)
+    return [
+        Session(r.session_id, r.kind, r.host, r.pid, SessionState(r.state), float(r.expires_in_s))
+        for r in connection.execute(statement)
+    ]
+
+
+def live_on_this_host(connection: Connection) -> list[Session]:
+    return [s for s in listed(connection, live_only=True) if s.host == socket.gethostname()]

@@ -1,0 +1,198 @@
+"""Weight versions and the engines that serve them.
+
+1. A row is published only after its files are durable.
+2. A resume kills every version its checkpoint does not cover; a replay that arrives at equal weights supersedes the
+   dead version, so that what was sampled from it stays on the branch's line.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import sqlalchemy as sa
+from sqlalchemy.engine import Connection
+
+from strawflow import clock
+from strawflow.index import events
+from strawflow.index import tables as t
+from strawflow.states import WeightState
+
+
+@dataclass(frozen=True)
+class WeightVersion:
+    version_id: str
+    branch_id: str
+    step: int
+    fence: int
+    path: str
+    digest: str
+    state: WeightState
+    superseded_by: str | None
+    created_at: str
+
+
+def _version(row: sa.Row[tuple[object, ...]]) -> WeightVersion:
+    values = dict(row._mapping)  # the public row mapping of SQLAlchemy
+    values.pop("files_removed")
+    values["state"] = WeightState(str(values["state"]))
+    return WeightVersion(**values)  # type: ignore[arg-type]
+
+
+def publish(
+    connection: Connection, *, version_id: str, branch_id: str, step: int, fence: int, path: str, digest: str
+) -> None:
+    """Insert a published version and supersede dead ones of equal step and digest."""
+    connection.execute(
+        sa.insert(t.weight_versions).values(
+            version_id=version_id,
+            branch_id=branch_id,
+            step=step,
+            fence=fence,
+            path=path,
+            digest=digest,
+            state=WeightState.PUBLISHED,
+            files_removed=False,
+            created_at=clock.wall_time(),
+        )
+    )
+    connection.execute(
+        sa.update(t.weight_versions)
+        .where(
+            t.weight_versions.c.branch_id == branch_id,
+            t.weight_versions.c.step == step,
+            t.weight_versions.c.digest == digest,
+            t.weight_versions.c.state == WeightState.DEAD,
+        )
+        .values(state=WeightState.SUPERSEDED, superseded_by=version_id)
+    )
+    events.record(connection, "weights.published", version_id=version_id, step=step)
+
+
+def kill_after(connection: Connection, branch_id: str, *, step: int) -> list[str]:
+    """Declare versions later than `step` dead; returns their ids."""
+    rows = connection.execute(
+        sa.update(t.weight_versions)
+        .where(
+            t.weight_versions.c.branch_id == branch_id,
+            t.weight_versions.c.step > step,
+            t.weight_versions.c.state == WeightState.PUBLISHED,
+        )
+        .values(state=WeightState.DEAD)
+        .returning(t.weight_versions.c.version_id)
+    )
+    dead = [row.version_id for row in rows]
+    if dead:
+        events.record(connection, "weights.died", step=step, versions=dead)
+    return dead
+
+
+def newest(connection: Connection, branch_id: str) -> WeightVersion | None:
+    """Return the published version of the highest step."""
+    w = t.weight_versions
+    row = connection.execute(
+        sa.select(w)
+        .where(w.c.branch_id == branch_id, w.c.state == WeightState.PUBLISHED)
+        .order_by(w.c.step.desc(), w.c.fence.desc())
+        .limit(1)
+    ).first()
+    return None if row is None else _version(row)
+
+
+def find(connection: Connection, version_id: str) -> WeightVersion | None:
+    row = connection.execute(
+        sa.select(t.weight_versions).where(t.weight_versions.c.version_id == version_id)
+    ).first()
+    return None if row is None else _version(row)
+
+
+def of_step(connection: Connection, branch_id: str, step: int) -> WeightVersion | None:
+    """Return the published version of a step, if there is one."""
+    w = t.weight_versions
+    row = connection.execute(
+        sa.select(w)
+        .where(w.c.branch_id == branch_id, w.c.step == step, w.c.state == WeightState.PUBLISHED)
+        .order_by(w.c.fence.desc())
+        .limit(1)
+    ).first()
+    return None if row is None else _version(row)
+
+
+def dead_ids(connection: Connection, branch_id: str) -> dict[str, int]:
+    """Return {version id: step} of the dead versions."""
+    w = t.weight_versions.c
+    rows = connection.execute(
+        sa.select(w.version_id, w.step).where(w.branch_id == branch_id, w.state == WeightState.DEAD)
+    )
+    return {row.version_id: row.step for row in rows}
+
+
+def removable(connection: Connection, branch_id: str, *, keep_last: int) -> list[WeightVersion]:
+    """Return versions whose files nothing needs: not the newest `keep_last`, not in an engine, not required by a unit."""
+    w = t.weight_versions
+    kept = (
+        sa.select(w.c.version_id)
+        .where(w.c.branch_id == branch_id, w.c.state == WeightState.PUBLISHED)
+        .order_by(w.c.step.desc())
+        .limit(keep_last)
+        .subquery()
+    )
+    served = sa.select(t.engines.c.version_id).where(t.engines.c.version_id.is_not(None))
+    required = sa.select(t.units.c.required_version_id).where(
+        t.units.c.required_version_id.is_not(None), t.units.c.state.in_(["ready", "leased"])
+    )
+    rows = connection.execute(
+        sa.select(w).where(
+            w.c.branch_id == branch_id,
+            w.c.files_removed.is_(False),
+            w.c.version_id.not_in(sa.select(kept.c.version_id)),
+            w.c.version_id.not_in(served),
+            w.c.version_id.not_in(required),
+        )
+    )
+    return [_version(row) for row in rows]
+
+
+def mark_files_removed(connection: Connection, version_id: str) -> None:
+    connection.execute(
+        sa.update(t.weight_versions)
+        .where(t.weight_versions.c.version_id == version_id)
+        .values(files_removed=True)
+    )
+
+
+def report_engine(
+    connection: Connection, engine_id: str, *, session_id: str, url: str, build: str, version_id: str | None
+) -> None:
+    """Store what an engine itself reported to serve."""
+    values = {"url": url, "build": build, "version_id": version_id, "updated_at": clock.wall_time()}
+    done = connection.execute(
+        sa.update(t.engines)
+        .where(t.engines.c.engine_id == engine_id, t.engines.c.session_id == session_id)
+        .values(**values)
+    )
+    if done.rowcount == 0:
+        connection.execute(sa.insert(t.engines).values(engine_id=engine_id, session_id=session_id, **values))
+    events.record(
+        connection, "engine.reported", session_id=session_id, engine_id=engine_id, version_id=version_id
+    )
+
+
+def forget_engines(connection: Connection, session_id: str) -> None:
+    """Remove the engines of a session that is gone."""
+    connection.execute(sa.delete(t.engines).where(t.engines.c.session_id == session_id))
+
+
+@dataclass(frozen=True)
+class Engine:
+    engine_id: str
+    session_id: str
+    url: str
+    build: str
+    version_id: str | None
+    updated_at: str
+
+
+def engines_listed(connection: Connection) -> list[Engine]:
+    """Return the engines of live workers and what each reported to serve."""
+    rows = connection.execute(sa.select(t.engines).order_by(t.engines.c.engine_id))
+    return [Engine(**row._mapping) for row in rows]

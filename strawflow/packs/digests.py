@@ -1,0 +1,41 @@
+"""Checksums of extents: an xxh3-128 of every 4 MiB block of a message's bytes.
+
+1. The digests of an extent are concatenated in block order, 16 bytes each, big endian; the last block may be short.
+2. They cover the bytes as stored (compressed, framing included), so they are checked before anything is parsed.
+3. They tell damage from intact bytes; they are no defence against somebody who forges both.
+"""
+
+from __future__ import annotations
+
+import xxhash
+
+BLOCK_BYTES = 4 * 1024 * 1024
+DIGEST_BYTES = 16
+
+
+def digest_blocks(message: bytes | memoryview) -> bytes:
+    """Return the concatenated digests of `message`."""
+    view = memoryview(message)
+    return b"".join(
+        xxhash.xxh3_128_digest(view[start : start + BLOCK_BYTES])
+        for start in range(0, len(view), BLOCK_BYTES)
+    )
+
+
+def num_blocks(length: int) -> int:
+    return -(-length // BLOCK_BYTES)
+
+
+def first_bad_block(message: bytes | memoryview, digests: bytes) -> int | None:
+    """Return the place of the first block that does not match, or None when all do.
+
+    `digests` of another number of blocks match nothing: block 0 is reported.
+    """
+    view = memoryview(message)
+    if len(digests) != DIGEST_BYTES * num_blocks(len(view)):
+        return 0
+    for block in range(num_blocks(len(view))):
+        stored = digests[block * DIGEST_BYTES : (block + 1) * DIGEST_BYTES]
+        if xxhash.xxh3_128_digest(view[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]) != stored:
+            return block
+    return None

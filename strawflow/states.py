@@ -1,0 +1,79 @@
+"""Every state machine of strawflow in one place.
+
+1. A member's comment says who enters it, who leaves it, and what a crash there means.
+2. `TRANSITIONS` is the single table of allowed moves: the SQL CHECKs, the diagram in schemas/states.md and the property
+   tests are made from it.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class UnitState(StrEnum):
+    READY = "ready"
+    """Entered by admit, release, rescue, fail (attempts left), retry, requeue; left by claim. A crash here means nothing."""
+    LEASED = "leased"
+    """Entered by claim; left by complete, fail, release or, once the session expired, rescue. A crash: rescued later."""
+    COMPLETED = "completed"
+    """Entered by complete, with its trajectories named in the same transaction; left by requeue only (a sample whose
+    weights no longer belong to the branch). What consumers did with it lies in `assignments`."""
+    FAILED = "failed"
+    """Entered by fail or rescue after max_attempts, with the last error; left by retry (an operator)."""
+
+
+class PackState(StrEnum):
+    OPEN = "open"
+    """Entered before the file is created; left by seal, or by salvage once its session is gone."""
+    SEALED = "sealed"
+    """An ordinary Arrow IPC file with a footer; left by condemn."""
+    CONDEMNED = "condemned"
+    """Names no live row any more; the file may be gone at any moment."""
+
+
+class SessionState(StrEnum):
+    LIVE = "live"
+    """Entered at a worker's start; a live session past its expiry may be declared lost by anyone."""
+    ENDED = "ended"
+    """The worker drained and said so."""
+    LOST = "lost"
+    """Expired, or seen dead by its supervisor: its units and roles were taken back."""
+
+
+class BatchState(StrEnum):
+    PLANNED = "planned"
+    """Entered by assemble; replayed from here after any crash until a checkpoint covers it."""
+    TRAINED = "trained"
+    """Entered in the transaction that commits the checkpoint covering its step."""
+
+
+class WeightState(StrEnum):
+    PUBLISHED = "published"
+    """Files durable, row committed: engines may serve it."""
+    DEAD = "dead"
+    """Published after the checkpoint a resume went back to: no engine may load it. Left by supersede."""
+    SUPERSEDED = "superseded"
+    """The replay published equal weights (same step, same digest) under a new id: samples of it stay good."""
+
+
+TRANSITIONS: frozenset[tuple[str, StrEnum, StrEnum]] = frozenset(
+    {
+        ("claim", UnitState.READY, UnitState.LEASED),
+        ("complete", UnitState.LEASED, UnitState.COMPLETED),
+        ("release", UnitState.LEASED, UnitState.READY),
+        ("rescue", UnitState.LEASED, UnitState.READY),
+        ("rescue", UnitState.LEASED, UnitState.FAILED),
+        ("fail", UnitState.LEASED, UnitState.READY),
+        ("fail", UnitState.LEASED, UnitState.FAILED),
+        ("retry", UnitState.FAILED, UnitState.READY),
+        ("requeue", UnitState.COMPLETED, UnitState.READY),
+        ("seal", PackState.OPEN, PackState.SEALED),
+        ("condemn", PackState.OPEN, PackState.CONDEMNED),
+        ("condemn", PackState.SEALED, PackState.CONDEMNED),
+        ("end", SessionState.LIVE, SessionState.ENDED),
+        ("lose", SessionState.LIVE, SessionState.LOST),
+        ("checkpoint", BatchState.PLANNED, BatchState.TRAINED),
+        ("resume", WeightState.PUBLISHED, WeightState.DEAD),
+        ("supersede", WeightState.DEAD, WeightState.SUPERSEDED),
+    }
+)

@@ -1,0 +1,92 @@
+"""Salvage: named extents of a dead writer's pack move to a new sealed pack under their old ids."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from strawflow.errors import InvalidInputError, StorageError
+from strawflow.ids import Extent
+from strawflow.packs.reader import PackReader
+from strawflow.packs.salvage import salvage
+from strawflow.packs.writer import PackWriter
+from strawflow.records import SCHEMAS
+from strawflow.testing.pack_rows import made_up_rows
+
+
+def new_writer(root: Path, name: str, kind: str = "trajectory") -> PackWriter:
+    return PackWriter(
+        root, pack_id=f"pack-{name}", path=f"packs/{kind}/{name}.arrow", kind=kind, durability="host"
+    )
+
+
+def dead_pack(root: Path, kind: str = "trajectory") -> list[Extent]:
+    """Write four extents and half a message, and never a footer."""
+    writer = new_writer(root, "dead", kind)
+    extents = [writer.append(made_up_rows(kind, 6, seed=seed)) for seed in range(4)]
+    writer.sync()
+    writer.abandon("test")
+    with (root / writer.path).open("ab") as file:
+        file.write(b"\xff\xff\xff\xff\x00\x04\x00\x00torn")
+    return extents
+
+
+@pytest.mark.parametrize("kind", sorted(SCHEMAS))
+def test_named_extents_move_and_keep_ids_rows_and_order(tmp_path: Path, kind: str) -> None:
+    extents = dead_pack(tmp_path, kind)
+    source = (tmp_path / extents[0].path).read_bytes()
+    result = salvage(tmp_path, [extents[0], extents[3]], target=new_writer(tmp_path, "new", kind))
+    assert list(result.moved) == [extents[0].extent_id, extents[3].extent_id]
+    assert result.corrupt == ()
+    reader = PackReader(tmp_path)
+    for seed in (0, 3):
+        moved = result.moved[extents[seed].extent_id]
+        assert (moved.extent_id, moved.pack_id, moved.num_rows) == (extents[seed].extent_id, "pack-new", 6)
+        assert reader.read(moved, sealed=True) == made_up_rows(kind, 6, seed=seed)
+    with pa.ipc.open_file(tmp_path / f"packs/{kind}/new.arrow") as file:
+        assert file.read_all() == pa.Table.from_batches([made_up_rows(kind, 6, seed=seed) for seed in (0, 3)])
+    assert (tmp_path / extents[0].path).read_bytes() == source
+
+
+def test_a_damaged_extent_is_reported_and_the_others_are_saved(tmp_path: Path) -> None:
+    extents = dead_pack(tmp_path)
+    place = tmp_path / extents[1].path
+    content = bytearray(place.read_bytes())
+    content[extents[1].offset + 50] ^= 1
+    place.write_bytes(content[: extents[3].offset + 10])
+    result = salvage(tmp_path, extents, target=new_writer(tmp_path, "new"))
+    assert list(result.moved) == [extents[0].extent_id, extents[2].extent_id]
+    assert [corrupt.extent for corrupt in result.corrupt] == [extents[1], extents[3]]
+    assert "checksum" in result.corrupt[0].reason
+    assert "cut off" in result.corrupt[1].reason
+
+
+def test_a_missing_source_is_a_storage_error_and_leaves_no_sealed_pack(tmp_path: Path) -> None:
+    extents = dead_pack(tmp_path)
+    target = new_writer(tmp_path, "new")
+    (tmp_path / extents[0].path).unlink()
+    with pytest.raises(StorageError, match="is missing"):
+        salvage(tmp_path, extents, target=target)
+    assert not target.is_open
+    with pytest.raises(pa.ArrowInvalid):
+        pa.ipc.open_file(tmp_path / target.path)
+
+
+def test_extents_named_twice_or_of_another_kind_are_refused(tmp_path: Path) -> None:
+    extents = dead_pack(tmp_path)
+    with pytest.raises(InvalidInputError, match="twice"):
+        salvage(tmp_path, [extents[0], extents[0]], target=new_writer(tmp_path, "a"))
+    with pytest.raises(InvalidInputError, match="cannot be salvaged"):
+        salvage(tmp_path, extents, target=new_writer(tmp_path, "b", "plan"))
+    with pytest.raises(InvalidInputError, match="cannot be salvaged"):
+        salvage(tmp_path, [replace(extents[0], pack_id="pack-c")], target=new_writer(tmp_path, "c"))
+
+
+def test_a_salvaged_pack_can_be_salvaged_again(tmp_path: Path) -> None:
+    extents = dead_pack(tmp_path)
+    first = salvage(tmp_path, extents, target=new_writer(tmp_path, "one"))
+    second = salvage(tmp_path, list(first.moved.values()), target=new_writer(tmp_path, "two"))
+    assert list(second.moved) == [extent.extent_id for extent in extents]

@@ -1,0 +1,146 @@
+"""The assembler: takes closed groups as they are offered and plans the next batch, one step at a time.
+
+1. It is a leased singleton; without the role it waits.
+2. Groups sampled from weights that are no longer on the branch's line wait for the replay to decide, then go on or go
+   back pristine. Groups staler than the limit go back pristine.
+3. Too many groups dropped in a row means starvation: the run stops with the counts, it does not generate for ever.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from strawflow.errors import WorkerFailedError
+from strawflow.flow import assemble
+from strawflow.flow.assemble import Lineage
+from strawflow.flow.session import WorkerSession
+from strawflow.index.consumers import Assignment, Role
+from strawflow.index.units import Unit
+from strawflow_workers.assemble.packing import FAILED_MEMBERS, Group, build_batch, is_usable
+from strawflow_workers.drain import Drain
+
+log = logging.getLogger(__name__)
+
+STARVED_AFTER_BATCHES = 8
+"""Dropped groups in a row, in units of a batch, after which the run is declared starved."""
+
+
+class AssemblerLoop:
+    """Plan batches until the last step is planned or the worker is told to drain."""
+
+    def __init__(self, session: WorkerSession, drain: Drain) -> None:
+        self._session, self._drain = session, drain
+        self._config = session.run.config
+        self._version_steps: dict[str, int] = {}
+        self._dropped_in_a_row = 0
+
+    def run(self) -> None:
+        """Work until done.
+
+        Raises:
+            LeaseLostError: another session took over; start again.
+            WorkerFailedError: the run is starved.
+        """
+        role = self._wait_for(lambda: assemble.take_role(self._session))
+        while role is not None and not self._drain.requested:
+            self._session.require_live()
+            self._session.mark_progress()
+            step = assemble.last_planned(self._session) + 1
+            if step > self._config.total_steps:
+                return
+            if not self._plan(role, step):
+                self._drain.wait(0.05)
+
+    def _wait_for(self, attempt: Callable[[], Role | None]) -> Role | None:
+        while not self._drain.requested:
+            self._session.mark_progress()
+            if (found := attempt()) is not None:
+                return found
+            self._drain.wait(0.2)
+        return None
+
+    def _plan(self, role: Role, step: int) -> bool:
+        """Plan `step` if enough groups are ready; True when something changed."""
+        warm = self._config.warm_start
+        is_warm_start = step <= warm.steps
+        purpose = "demo" if is_warm_start else "train"
+        wanted = warm.prompts_per_step if is_warm_start else self._config.rollout.prompts_per_step
+        self._count_drops(assemble.drop_failed(self._session, role, purpose=purpose))
+        # Some of the offered may be waiting for the replay: look a batch further.
+        units = assemble.offered(self._session, purpose=purpose, limit=2 * wanted)
+        if len(units) < wanted:
+            return False
+        groups = self._ready_groups(role, step, units)
+        if len(groups) < wanted:
+            return False
+        plan = build_batch(
+            groups[:wanted],
+            step=step,
+            objective="sft" if is_warm_start else "grpo",
+            version_steps=self._version_steps,
+            config=self._config,
+        )
+        batch = assemble.plan_batch(self._session, role, plan)
+        self._dropped_in_a_row = 0
+        log.info(
+            "planned step %d: %d sequences, %d tokens, mean reward %s",
+            step,
+            batch.num_sequences,
+            batch.num_tokens,
+            batch.mean_reward,
+        )
+        return True
+
+    def _ready_groups(self, role: Role, step: int, units: list[Unit]) -> list[Group]:
+        trajectories = assemble.read_trajectories(self._session, units)
+        groups = [Group(unit, trajectories[unit.unit_id].to_pylist()) for unit in units]
+        lineage = assemble.lineage(self._session)
+        stale: list[int] = []
+        off_line: list[int] = []
+        ready: list[Group] = []
+        for group in groups:
+            verdict = self._judge(group, step, lineage)
+            if verdict == "ready":
+                ready.append(group)
+            elif verdict != "wait":
+                (stale if verdict == "stale" else off_line).append(group.unit.unit_id)
+        for unit_ids, reason in ((stale, "stale"), (off_line, "off_lineage")):
+            if unit_ids:
+                assemble.requeue(self._session, role, unit_ids, reason=reason)
+        return self._without_unusable(role, ready)
+
+    def _judge(self, group: Group, step: int, lineage: Lineage) -> str:
+        versions = {v for row in group.rows for v in row["weight_versions"]}
+        dead_steps = [lineage.dead[v] for v in versions if v in lineage.dead]
+        if dead_steps:
+            # The replay has not come to that step yet: equal weights may still be published.
+            return "wait" if max(dead_steps) > lineage.newest_step else "off_lineage"
+        self._learn_steps(versions)
+        oldest = min((self._version_steps[v] for v in versions), default=step - 1)
+        return "stale" if step - 1 - oldest > self._config.rollout.max_staleness else "ready"
+
+    def _learn_steps(self, versions: set[str]) -> None:
+        unknown = sorted(versions - self._version_steps.keys())
+        if unknown:
+            self._version_steps.update(assemble.steps_of_versions(self._session, unknown))
+
+    def _without_unusable(self, role: Role, groups: list[Group]) -> list[Group]:
+        usable = [g for g in groups if is_usable(g, self._config)]
+        unusable = [g for g in groups if not is_usable(g, self._config)]
+        if unusable:
+            dropped = [Assignment(g.unit.epoch, g.unit.unit_id, "dropped", FAILED_MEMBERS) for g in unusable]
+            assemble.drop(self._session, role, dropped)
+            example = next(row["failure"] for row in unusable[0].rows if row["failure"])
+            log.warning("dropped %d groups with too many failed members, e.g. %s", len(dropped), example)
+            self._count_drops(len(dropped), example=example)
+        return usable
+
+    def _count_drops(self, num_dropped: int, *, example: str = "") -> None:
+        self._dropped_in_a_row += num_dropped
+        limit = STARVED_AFTER_BATCHES * self._config.rollout.prompts_per_step
+        if self._dropped_in_a_row >= limit:
+            raise WorkerFailedError(
+                f"starved: {self._dropped_in_a_row} groups were dropped in a row and none was trained; "
+                f"mend the reward or the engine, then resume. Last failure: {example or 'see unit list --state failed'}"
+            )

@@ -1,0 +1,247 @@
+"""Packing: trajectories of closed groups to one step's packed rows and plan. Pure: no store, no index, no clock.
+
+1. A group counts with its non-excluded members; baseline and deviation use one reward per member.
+2. Members of a group without signal (equal rewards) have advantage 0 and are left out of the packed rows; the group is
+   recorded as dropped with the reason `zero_deviation`.
+3. The order of sequences is a permutation keyed by (seed, step); denominators are counted here once and stored, so a
+   replay on another parallelism has the same loss.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from strawflow.config import RunConfig
+from strawflow.flow.assemble import BatchPlan, PackedMicroBatch
+from strawflow.flow.trajectory import NOT_SAMPLED
+from strawflow.index.consumers import Assignment
+from strawflow.index.units import Unit
+from strawflow.records import BATCH, PLAN
+from strawflow_workers.trainer.advantages import grpo_advantages
+
+FAILED_MEMBERS = "failed_members"
+ZERO_DEVIATION = "zero_deviation"
+
+
+@dataclass(frozen=True)
+class PackedSequence:
+    """One member on its way into a batch."""
+
+    unit: Unit
+    row: Mapping[str, Any]
+    advantage: float
+    version_steps: npt.NDArray[np.int32]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.row["prompt_tokens"]) + len(self.row["response_tokens"])
+
+    @property
+    def num_trained_tokens(self) -> int:
+        return int(sum(self.row["loss_mask"]))
+
+
+@dataclass
+class Group:
+    """A closed group: its unit and its members' rows."""
+
+    unit: Unit
+    rows: list[dict[str, Any]]
+    advantages: npt.NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
+
+    @property
+    def valid(self) -> npt.NDArray[np.bool_]:
+        return np.array([row["status"] != "failed" for row in self.rows], dtype=np.bool_)
+
+
+def min_group_size(num_members: int) -> int:
+    """Return how many members must remain for a group to be trained: max(2, half of them), 1 for a group of one."""
+    return 1 if num_members == 1 else max(2, math.ceil(num_members / 2))
+
+
+def is_usable(group: Group, config: RunConfig) -> bool:
+    """Tell whether enough members of a group finished."""
+    num_valid = int(group.valid.sum())
+    if config.assemble.failed_member == "drop-group" and num_valid < len(group.rows):
+        return False
+    return num_valid >= min_group_size(len(group.rows))
+
+
+def build_batch(
+    groups: Sequence[Group], *, step: int, objective: str, version_steps: Mapping[str, int], config: RunConfig
+) -> BatchPlan:
+    """Compute advantages, order, mini-batches, micro-batches, denominators and plan rows of one step.
+
+    `version_steps` maps the weight version ids in the rows to their steps.
+    """
+    dropped = _score(groups, objective, config)
+    sequences = [
+        PackedSequence(g.unit, row, float(advantage), _steps_of(row, version_steps))
+        for g in groups
+        if g.unit.unit_id not in dropped
+        for row, advantage in zip(g.rows, g.advantages, strict=True)
+        if row["status"] != "failed" and row["response_tokens"]
+    ]
+    order = np.random.Generator(np.random.PCG64([config.run.seed, step])).permutation(len(sequences))
+    num_updates = 1 if objective == "sft" else config.assemble.mini_batches
+    minis = [
+        [sequences[i] for i in part] for part in np.array_split(order, min(num_updates, len(sequences)) or 1)
+    ]
+    minis = [mini for mini in minis if mini]
+    micro_batches: list[PackedMicroBatch] = []
+    placed: dict[tuple[int, int], tuple[int, int]] = {}
+    for mini_at, mini in enumerate(minis):
+        for micro_at, micro in enumerate(_fill(mini, config.assemble.max_tokens_per_micro_batch)):
+            rows = pack_rows(micro, step=step, mini_batch=mini_at, micro_batch=micro_at)
+            micro_batches.append(PackedMicroBatch(mini_at, 0, micro_at, rows))
+            placed.update({(s.unit.unit_id, s.row["member"]): (mini_at, micro_at) for s in micro})
+    return BatchPlan(
+        step=step,
+        objective=objective,
+        micro_batches=micro_batches,
+        plan=_plan_rows(groups, dropped, placed, step=step, version_steps=version_steps),
+        denominators=tuple(float(sum(s.num_trained_tokens for s in mini)) for mini in minis),
+        assignments=[
+            Assignment(g.unit.epoch, g.unit.unit_id, "dropped", dropped[g.unit.unit_id])
+            if g.unit.unit_id in dropped
+            else Assignment(g.unit.epoch, g.unit.unit_id, "trained")
+            for g in groups
+        ],
+        mean_reward=_mean_reward(groups),
+        max_staleness=max((_staleness(row, version_steps, step) for g in groups for row in g.rows), default=0),
+    )
+
+
+def _score(groups: Sequence[Group], objective: str, config: RunConfig) -> dict[int, str]:
+    """Set each group's advantages; returns unit id to reason for groups without signal."""
+    dropped: dict[int, str] = {}
+    for group in groups:
+        if objective == "sft":
+            group.advantages = np.ones(len(group.rows), np.float32)
+            continue
+        rewards = np.array([[row["reward"] if row["reward"] is not None else 0.0 for row in group.rows]])
+        advantages, filtered = grpo_advantages(
+            rewards, group.valid[None, :], scale_by_deviation=config.assemble.advantage == "grpo"
+        )
+        group.advantages = advantages[0]
+        if filtered[0]:
+            dropped[group.unit.unit_id] = ZERO_DEVIATION
+    return dropped
+
+
+def _fill(sequences: Sequence[PackedSequence], max_tokens: int) -> list[list[PackedSequence]]:
+    """Cut a mini-batch into micro-batches of at most `max_tokens`, in order; a longer sequence stands alone."""
+    filled: list[list[PackedSequence]] = []
+    room = 0
+    for sequence in sequences:
+        if not filled or sequence.num_tokens > room:
+            filled.append([])
+            room = max_tokens
+        filled[-1].append(sequence)
+        room -= sequence.num_tokens
+    return filled
+
+
+def pack_rows(
+    sequences: Sequence[PackedSequence], *, step: int, mini_batch: int, micro_batch: int
+) -> pa.RecordBatch:
+    """Return the packed rows (records.BATCH): arrays aligned to tokens, prompt places 0 (-1 in version_steps)."""
+    lengths = [s.num_tokens for s in sequences]
+    offsets = np.zeros(len(sequences) + 1, np.int32)
+    np.cumsum(lengths, out=offsets[1:])
+    total = int(offsets[-1])
+    tokens = np.zeros(total, np.int32)
+    mask = np.zeros(total, np.int8)
+    logprobs = np.zeros(total, np.float32)
+    advantages = np.zeros(total, np.float32)
+    steps = np.full(total, -1, np.int32)
+    for s, start, end in zip(sequences, offsets[:-1], offsets[1:], strict=True):
+        at = start + len(s.row["prompt_tokens"])
+        tokens[start:at] = s.row["prompt_tokens"]
+        tokens[at:end] = s.row["response_tokens"]
+        mask[at:end] = s.row["loss_mask"]
+        logprobs[at:end] = s.row["logprobs"]
+        advantages[at:end] = s.advantage
+        steps[at:end] = s.version_steps
+
+    def listed(values: npt.NDArray[Any], name: str) -> pa.Array:
+        return pa.ListArray.from_arrays(
+            pa.array(offsets), pa.array(values), type=BATCH.field(name).type
+        )
+
+    num = len(sequences)
+    columns: dict[str, Any] = {
+        "step": np.full(num, step, np.int64),
+        "mini_batch": np.full(num, mini_batch, np.int32),
+        "slice": np.zeros(num, np.int32),
+        "micro_batch": np.full(num, micro_batch, np.int32),
+        **{
+            name: np.array([s.row[name] for s in sequences], np.int64)
+            for name in ("unit_id", "fence", "seq", "member", "segment")
+        },
+        "tokens": listed(tokens, "tokens"),
+        "loss_mask": listed(mask, "loss_mask"),
+        "logprobs": listed(logprobs, "logprobs"),
+        "advantages": listed(advantages, "advantages"),
+        "version_steps": listed(steps, "version_steps"),
+        "prompt_length": np.array([len(s.row["prompt_tokens"]) for s in sequences], np.int32),
+        "temperature": np.array([s.row["temperature"] for s in sequences], np.float32),
+        "reward": np.array([s.row["reward"] for s in sequences], np.float64),
+    }
+    arrays = [
+        c if isinstance(c := columns[f.name], pa.Array) else pa.array(c).cast(f.type) for f in BATCH
+    ]
+    return pa.RecordBatch.from_arrays(arrays, schema=BATCH)
+
+
+def _steps_of(row: Mapping[str, Any], version_steps: Mapping[str, int]) -> npt.NDArray[np.int32]:
+    steps = [version_steps[v] for v in row["weight_versions"]]
+    return np.array([-1 if at == NOT_SAMPLED else steps[at] for at in row["token_versions"]], np.int32)
+
+
+def _staleness(row: Mapping[str, Any], version_steps: Mapping[str, int], step: int) -> int:
+    """Return (step - 1) - the step of the oldest weights of the row: 0 is on-policy, also for demonstrations."""
+    return max((step - 1 - version_steps[v] for v in row["weight_versions"]), default=0)
+
+
+def _mean_reward(groups: Sequence[Group]) -> float | None:
+    rewards = [row["reward"] for g in groups for row in g.rows if row["reward"] is not None]
+    return float(np.mean(rewards)) if rewards else None
+
+
+def _plan_rows(
+    groups: Sequence[Group],
+    dropped: Mapping[int, str],
+    placed: Mapping[tuple[int, int], tuple[int, int]],
+    *,
+    step: int,
+    version_steps: Mapping[str, int],
+) -> pa.RecordBatch:
+    rows = []
+    for group in groups:
+        reason = dropped.get(group.unit.unit_id)
+        for row, advantage in zip(group.rows, group.advantages, strict=True):
+            place = placed.get((group.unit.unit_id, row["member"]))
+            excluded = row["status"] == "failed"
+            rows.append(
+                {
+                    **{k: row[k] for k in ("unit_id", "fence", "seq", "member", "segment", "reward")},
+                    "step": step,
+                    "outcome": "excluded" if excluded else "trained" if place else "filtered",
+                    "reason": row["failure"] if excluded else reason or (None if place else "empty_response"),
+                    "advantage": None if excluded else float(advantage),
+                    "staleness": _staleness(row, version_steps, step),
+                    "num_tokens": len(row["prompt_tokens"]) + len(row["response_tokens"]),
+                    "mini_batch": place[0] if place else None,
+                    "slice": 0 if place else None,
+                    "micro_batch": place[1] if place else None,
+                }
+            )
+    return pa.RecordBatch.from_pylist(rows, schema=PLAN)

@@ -1,0 +1,140 @@
+"""How each worker process starts, drains and exits: `python -m strawflow_workers.entry VERB RUN [options]`.
+
+Exit codes: 0 finished or drained; an error's own code otherwise. A worker whose session was lost, or whose engine died,
+exits with that error's code and is started again by its supervisor with a new session.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import ctypes
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from strawflow.errors import StrawflowError
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one verb and return the process's exit code."""
+    arguments = _parser().parse_args(argv)
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
+    )
+    try:
+        return VERBS[arguments.verb](arguments)
+    except StrawflowError as error:
+        if arguments.verb in ("rollout", "assemble", "train"):
+            logging.getLogger(__name__).exception("the worker ends")
+        else:
+            print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m strawflow_workers.entry", description=__doc__)
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    for verb in ("rollout", "assemble", "train"):
+        worker = verbs.add_parser(verb)
+        worker.add_argument("run", type=Path)
+        worker.add_argument("--die-with-parent", action="store_true")
+    supervise = verbs.add_parser("supervise")
+    supervise.add_argument("run", type=Path)
+    supervise.add_argument("--json", action="store_true")
+    replay = verbs.add_parser("replay")
+    replay.add_argument("run", type=Path)
+    replay.add_argument("--from-step", type=int)
+    replay.add_argument("--to-step", type=int)
+    replay.add_argument("--json", action="store_true")
+    quickstart = verbs.add_parser("quickstart")
+    quickstart.add_argument("--run", type=Path)
+    quickstart.add_argument("--seed", type=int, default=0)
+    quickstart.add_argument("--steps", type=int, default=60)
+    quickstart.add_argument("--task", default="spell_backward34")
+    quickstart.add_argument("--threads", type=int, default=1)
+    quickstart.add_argument("--fresh", action="store_true")
+    quickstart.add_argument("--json", action="store_true")
+    return parser
+
+
+def _work(kind: str, arguments: argparse.Namespace, body: Callable[..., None]) -> int:
+    from strawflow.flow.run import open_run
+    from strawflow.flow.session import WorkerSession
+    from strawflow_workers.drain import Drain
+
+    if arguments.die_with_parent:
+        die_with_parent()
+    drain = Drain()
+    drain.on_signals()
+    run = open_run(arguments.run)
+    try:
+        with WorkerSession(run, kind) as session:
+            body(session, drain)
+    finally:
+        run.close()
+    return 0
+
+
+def _rollout(arguments: argparse.Namespace) -> int:
+    from strawflow_workers.rollout.loop import RolloutLoop
+
+    return _work("rollout", arguments, lambda session, drain: asyncio.run(RolloutLoop(session, drain).run()))
+
+
+def _assemble(arguments: argparse.Namespace) -> int:
+    from strawflow_workers.assemble.loop import AssemblerLoop
+
+    return _work("assemble", arguments, lambda session, drain: AssemblerLoop(session, drain).run())
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    from strawflow_workers.trainer.loop import TrainerLoop
+
+    return _work("train", arguments, lambda session, drain: TrainerLoop(session, drain).run())
+
+
+def _supervise(arguments: argparse.Namespace) -> int:
+    from strawflow_workers.supervisor import resume
+
+    return resume(arguments.run, as_json=arguments.json)
+
+
+def _replay(arguments: argparse.Namespace) -> int:
+    from strawflow_workers.trainer.replay import replay_command
+
+    return replay_command(
+        arguments.run, from_step=arguments.from_step, to_step=arguments.to_step, as_json=arguments.json
+    )
+
+
+def _quickstart(arguments: argparse.Namespace) -> int:
+    from strawflow_workers.quickstart.program import quickstart
+
+    return quickstart(arguments)
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to kill this process when its parent dies, and do so at once if it is dead already."""
+    parent = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+VERBS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "rollout": _rollout,
+    "assemble": _assemble,
+    "train": _train,
+    "supervise": _supervise,
+    "replay": _replay,
+    "quickstart": _quickstart,
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,255 @@
+"""What a person sees of a run: the live display, the closing summary, summary.json and the plot.
+
+Everything is read from the index and the packs; nothing here changes the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+
+from strawflow.flow import evaluation, history, tally
+from strawflow.flow.progress import standing
+from strawflow.flow.run import Run, write_durably
+from strawflow.index import consumers, units
+
+REFRESH_S = 0.5
+PLAIN_EVERY_S = 10.0
+BAR = "▁▂▃▄▅▆▇█"
+
+
+class ProgressDisplay:
+    """A live table on a terminal; a line every ten seconds where the output is no terminal."""
+
+    def __init__(self, run: Run, *, live: Live | None, plain: Console | None) -> None:
+        self._run, self._live, self._plain = run, live, plain
+        self._started = time.monotonic()
+        self._updated = 0.0
+        self._shown_line = ""
+
+    def update(self) -> None:
+        now = time.monotonic()
+        every = REFRESH_S if self._live is not None else PLAIN_EVERY_S
+        if now - self._updated < every:
+            return
+        self._updated = now
+        if self._live is not None:
+            self._live.update(self._render())
+        elif self._plain is not None and (line := self._line()) != self._shown_line:
+            self._shown_line = line
+            self._plain.print(line, highlight=False)
+
+    def _line(self) -> str:
+        now = self._snapshot()
+        return (
+            f"[{time.monotonic() - self._started:5.0f} s] {now['stage']}: step {now['trained']}/{now['total']}, "
+            f"reward {_shown(now['reward'])}, loss {_shown(now['loss'])}, restarts {now['restarts']:.0f}"
+        )
+
+    def _render(self) -> Table:
+        now = self._snapshot()
+        bar = Progress(TextColumn("{task.description}"), BarColumn(40), MofNCompleteColumn())
+        bar.add_task(now["stage"], total=now["total"], completed=now["trained"])
+        table = Table.grid(padding=(0, 2))
+        table.add_row("run", str(self._run.root))
+        table.add_row("steps", bar)
+        table.add_row("reward", f"{_shown(now['reward'])}  {sparkline(now['rewards'])}")
+        table.add_row("loss", _shown(now["loss"]))
+        table.add_row("weights", f"step {now['planned']} planned, checkpoint at {now['position']}")
+        table.add_row("time", f"{time.monotonic() - self._started:.0f} s, {now['restarts']:.0f} restarts")
+        return table
+
+    def _snapshot(self) -> dict[str, Any]:
+        steps = history.steps(self._run)
+        now = standing(self._run)
+        rl = [s for s in steps if s["objective"] == "grpo"]
+        trained = steps[-1]["step"] if steps else 0
+        warm = self._run.config.warm_start.steps
+        stage = "warm start" if trained < warm else "evaluating" if now.evaluating else "GRPO"
+        return {
+            "stage": stage,
+            "trained": trained,
+            "total": self._run.config.total_steps,
+            "planned": now.planned,
+            "position": now.position,
+            "reward": rl[-1]["mean_reward"] if rl else None,
+            "rewards": [s["mean_reward"] for s in rl],
+            "loss": steps[-1]["loss"] if steps else None,
+            "restarts": tally.read(self._run)["restarts"],
+        }
+
+
+@contextlib.contextmanager
+def progress_display(run: Run, *, as_json: bool) -> Iterator[ProgressDisplay]:
+    """Show a run's progress on stderr while the block runs; silent with --json."""
+    console = Console(stderr=True)
+    if as_json:
+        yield ProgressDisplay(run, live=None, plain=None)
+    elif console.is_terminal:
+        with Live(console=console, refresh_per_second=4, transient=True) as live:
+            yield ProgressDisplay(run, live=live, plain=None)
+    else:
+        yield ProgressDisplay(run, live=None, plain=console)
+
+
+def write_summary(run: Run) -> dict[str, Any]:
+    """Write summary.json and the plot into the run's folder; returns the summary."""
+    summary = summarise(run)
+    write_durably(run.root / "summary.json", (json.dumps(summary, indent=2) + "\n").encode())
+    plot(run, run.root / "plot.png")
+    return summary
+
+
+def summarise(run: Run) -> dict[str, Any]:
+    """Return the run's figures; values are None where the run has none (no evaluation, no such step)."""
+    config = run.config
+    steps = history.steps(run)
+    rl = [s for s in steps if s["objective"] == "grpo"]
+    stored = history.batches(run)
+    counts = tally.read(run)
+    first, last = config.warm_start.steps, config.total_steps
+    accuracies = {
+        (profile, step): evaluation.accuracy(run, step=step, profile=profile)
+        for profile in ("eval_sampled", "eval_greedy")
+        for step in (first, last)
+    }
+
+    def value(profile: str, step: int) -> float | None:
+        found = accuracies[profile, step]
+        return None if found is None else found.value
+
+    with run.index.read() as connection:
+        outcomes = consumers.count_outcomes(connection, run.branch, run.consumer)
+        generated = units.total_tokens(connection, run.branch)
+    rewards = [s["mean_reward"] for s in rl]
+    return {
+        "run": str(run.root),
+        "seed": config.run.seed,
+        "accuracy_before": value("eval_sampled", first),
+        "accuracy_after": value("eval_sampled", last),
+        "greedy_accuracy_before": value("eval_greedy", first),
+        "greedy_accuracy_after": value("eval_greedy", last),
+        "num_held_out": _num_held_out(accuracies),
+        "steps": len(rl),
+        "warm_start_steps": len(steps) - len(rl),
+        "reward_by_step": rewards,
+        "loss_by_step": [s["loss"] for s in rl],
+        "mean_reward_first": _mean(rewards[:5]),
+        "mean_reward_last": _mean(rewards[-5:]),
+        "tokens_generated": generated,
+        "tokens_trained": sum(b.num_tokens for b in stored),
+        "max_staleness": max((b.max_staleness for b in stored if b.objective == "grpo"), default=None),
+        "logprob_gap_mean": _mean([s["logprob_gap_mean"] for s in rl if s["logprob_gap_mean"] is not None]),
+        "units": {f"{outcome}:{reason}" if reason else outcome: n for (outcome, reason), n in outcomes.items()},
+        "seconds": round(counts["seconds"], 1),
+        "restarts": int(counts["restarts"]),
+    }
+
+
+def _num_held_out(accuracies: dict[Any, evaluation.Accuracy | None]) -> int | None:
+    return next((a.num_prompts for a in accuracies.values() if a is not None), None)
+
+
+def print_summary(run: Run, summary: dict[str, Any]) -> None:
+    """Print the closing summary and what to type next."""
+    console = Console()
+    table = Table(title=f"run {run.name}: finished", title_justify="left", show_header=False)
+    before, after = summary["accuracy_before"], summary["accuracy_after"]
+    if before is not None and after is not None:
+        table.add_row(
+            "held-out accuracy (temperature 1)",
+            f"{before:.1%} before → {after:.1%} after  ({100 * (after - before):+.1f} points)",
+        )
+    greedy = summary["greedy_accuracy_before"], summary["greedy_accuracy_after"]
+    if None not in greedy:
+        table.add_row(
+            "held-out accuracy (greedy)",
+            f"{greedy[0]:.1%} before → {greedy[1]:.1%} after  ({100 * (greedy[1] - greedy[0]):+.1f} points)",
+        )
+    table.add_row(
+        "mean reward", f"{_shown(summary['mean_reward_first'])} first 5 steps → {_shown(summary['mean_reward_last'])} last 5"
+    )
+    table.add_row("reward by step", sparkline(summary["reward_by_step"]))
+    table.add_row("steps", f"{summary['warm_start_steps']} supervised, {summary['steps']} GRPO")
+    table.add_row("tokens", f"{summary['tokens_generated']:,} generated, {summary['tokens_trained']:,} trained")
+    table.add_row("staleness", f"at most {summary['max_staleness']} steps")
+    table.add_row("engine and trainer", f"mean |log-probability difference| {_shown(summary['logprob_gap_mean'], 6)}")
+    table.add_row("units", ", ".join(f"{n} {what}" for what, n in sorted(summary["units"].items())))
+    table.add_row("time", f"{summary['seconds']:.0f} s, {summary['restarts']} restarts of workers")
+    table.add_row("the run lies in", str(run.root))
+    table.add_row("plot", str(run.root / "plot.png"))
+    console.print(table)
+    where = _shortest(run)
+    console.print("next:", highlight=False)
+    for command, what in (
+        (f"strawflow status {where}", "what the run holds"),
+        (f"strawflow batch show {where} {run.config.total_steps}", "the last step's prompts, rewards and fates"),
+        (f"strawflow replay {where}", "train again from the stored batches alone and compare"),
+    ):
+        console.print(f"  {command}   # {what}", highlight=False, soft_wrap=True)
+
+
+def _shortest(run: Run) -> str:
+    with contextlib.suppress(ValueError):
+        return str(run.root.relative_to(Path.cwd()))
+    return str(run.root)
+
+
+def plot(run: Run, path: Path) -> None:
+    """Draw reward and loss by step."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    steps = history.steps(run)
+    rl = [s for s in steps if s["objective"] == "grpo"]
+    figure, (upper, lower) = plt.subplots(2, 1, figsize=(8, 6), sharex=True, constrained_layout=True)
+    upper.plot([s["step"] for s in rl], [s["mean_reward"] for s in rl], color="tab:blue", label="mean reward")
+    upper.set_ylabel("mean reward of the step's samples")
+    upper.set_title(f"strawflow run {run.name}")
+    upper.grid(alpha=0.3)
+    for objective, colour, name in (("sft", "tab:gray", "supervised loss"), ("grpo", "tab:red", "policy loss")):
+        shown = [s for s in steps if s["objective"] == objective and s["loss"] is not None]
+        axis = lower if objective == "sft" else lower.twinx()
+        axis.plot([s["step"] for s in shown], [s["loss"] for s in shown], color=colour, label=name)
+        axis.set_ylabel(name, color=colour)
+    warm = run.config.warm_start.steps
+    if warm:
+        for axis in (upper, lower):
+            axis.axvline(warm + 0.5, color="black", linewidth=0.8, linestyle="--")
+        upper.annotate("GRPO begins", (warm + 1, upper.get_ylim()[1]), va="top", fontsize=8)
+    lower.set_xlabel("step")
+    lower.grid(alpha=0.3)
+    temporary = path.with_name(f".{path.name}.tmp.png")
+    figure.savefig(temporary, dpi=120)
+    plt.close(figure)
+    temporary.rename(path)
+
+
+def sparkline(values: list[float | None], *, width: int = 60) -> str:
+    """Return the values as a row of bars, the lowest value lowest."""
+    known = [v for v in values if v is not None][-width:]
+    if not known:
+        return ""
+    low, high = min(known), max(known)
+    span = (high - low) or 1.0
+    return "".join(BAR[round((v - low) / span * (len(BAR) - 1))] for v in known)
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _shown(value: float | None, digits: int = 3) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+

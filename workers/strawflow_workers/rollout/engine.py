@@ -1,0 +1,175 @@
+"""The engine of one rollout worker: its process, its client, and which weights it really serves.
+
+1. A version counts as served only after the engine itself reported it.
+2. Reloads happen with nothing in flight (policy `finish`): no response mixes two versions.
+3. A reload that failed, or an engine that reports other weights, ends the engine; a new one is started and asked again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+from typing import Protocol
+
+from strawflow.errors import ConfigError, EngineError
+from strawflow.flow import engines
+from strawflow.flow.session import WorkerSession
+from strawflow.ids import new_id
+from strawflow.index.weights import WeightVersion
+from strawflow_workers.rollout.sglang_client import SglangClient
+from strawflow_workers.rollout.sglang_server import SglangOptions, SglangServer
+
+log = logging.getLogger(__name__)
+
+
+class EngineProcess(Protocol):
+    """A server process speaking SGLang's HTTP API."""
+
+    @property
+    def url(self) -> str: ...
+
+    def start(self) -> None: ...
+
+    def wait_ready(self) -> None: ...
+
+    def alive(self) -> bool: ...
+
+    def stop(self) -> None: ...
+
+
+class FakeEngineProcess:
+    """strawflow.testing's engine as a child process; for fault tests only."""
+
+    def __init__(self, model_path: Path, log_path: Path, options: dict[str, str]) -> None:
+        self._model_path, self._log_path, self._options = model_path, log_path, options
+        self._process: subprocess.Popen[bytes] | None = None
+        self.url = ""
+
+    def start(self) -> None:
+        config = json.loads((self._model_path / "config.json").read_text(encoding="utf-8"))
+        command = [sys.executable, "-m", "strawflow.testing.fake_engine", "--port", "0"]
+        command += ["--vocab-size", str(config["vocab_size"]), "--eos", str(config["eos_token_id"])]
+        command += ["--model-path", str(self._model_path)]
+        for name, value in self._options.items():
+            command += [f"--{name}", value]
+        with self._log_path.open("ab") as sink:
+            self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=sink)
+
+    def wait_ready(self) -> None:
+        assert self._process is not None
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise EngineError(f"the fake engine ended while it started; see {self._log_path}")
+        self.url = json.loads(line)["url"]
+
+    def alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+
+def make_process(session: WorkerSession, *, model_path: Path, version_id: str) -> EngineProcess:
+    """Return the (not yet started) engine the configuration asks for, its log in the run's folder."""
+    config = session.run.config.rollout
+    log_path = session.run.root / "logs" / f"engine-{session.session_id}.log"
+    match config.engine:
+        case "sglang":
+            return SglangServer(
+                SglangOptions(
+                    model_path=model_path,
+                    log_path=log_path,
+                    weight_version=version_id,
+                    extra_args=tuple(config.engine_args),
+                )
+            )
+        case "fake":
+            return FakeEngineProcess(model_path, log_path, config.engine_options)
+        case other:
+            raise ConfigError(f"rollout.engine {other!r} is not known")
+
+
+class ServedEngine:
+    """An engine process with its client; `serving` is what it last reported itself."""
+
+    def __init__(self, session: WorkerSession, *, num_connections: int) -> None:
+        self._session = session
+        self._num_connections = num_connections
+        self._process: EngineProcess | None = None
+        self._client: SglangClient | None = None
+        self.engine_id = new_id("engine")
+        self.build = ""
+        self.serving: str | None = None
+        self.serving_step = -1
+
+    @property
+    def client(self) -> SglangClient:
+        if self._client is None:
+            raise EngineError("the engine is not started")
+        return self._client
+
+    @property
+    def label(self) -> str:
+        """Engine id and build, as stored with every row."""
+        return f"{self.engine_id} {self.build}"
+
+    def alive(self) -> bool:
+        return self._process is not None and self._process.alive()
+
+    async def start(self, version: WeightVersion) -> None:
+        """Start the engine on the files of a version and wait until it serves it.
+
+        Raises:
+            EngineError: it did not start, or serves something else.
+        """
+        folder = self._session.run.root / version.path
+        self._process = make_process(self._session, model_path=folder, version_id=version.version_id)
+        self._process.start()
+        await asyncio.to_thread(self._process.wait_ready)
+        self._client = SglangClient(self._process.url, max_connections=self._num_connections)
+        info = await self._client.server_info()
+        self.build = f"{self._session.run.config.rollout.engine} {info.get('version', '')}".strip()
+        await self._report(await self._client.weight_version(), version)
+
+    async def reload(self, version: WeightVersion) -> None:
+        """Load another version and check that the engine reports it.
+
+        Raises:
+            EngineError: the engine refused, died, or reports other weights.
+        """
+        folder = self._session.run.root / version.path
+        self.serving = None
+        await self.client.update_weights_from_disk(folder, version.version_id)
+        await self._report(await self.client.weight_version(), version)
+
+    async def stop(self) -> None:
+        if self._client is not None:
+            await self._client.close()
+        if self._process is not None:
+            await asyncio.to_thread(self._process.stop)
+
+    async def _report(self, reported: str, expected: WeightVersion) -> None:
+        if reported != expected.version_id:
+            raise EngineError(
+                f"the engine reports weights {reported!r} after it was given {expected.version_id!r}; "
+                "it is stopped and started again",
+                engine_id=self.engine_id,
+            )
+        assert self._process is not None
+        await asyncio.to_thread(
+            engines.report,
+            self._session,
+            engine_id=self.engine_id,
+            url=self._process.url,
+            build=self.build,
+            version_id=reported,
+        )
+        self.serving, self.serving_step = reported, expected.step
+        log.info("the engine serves %s", reported)

@@ -1,0 +1,207 @@
+"""The rollout worker: admits what is due, leases units, generates and scores them, completes them.
+
+1. Demonstrations need no engine and are answered while it starts.
+2. Units are claimed only while the engine serves weights fresh enough for the next batch to be planned; a newer version is
+   loaded once nothing is in flight.
+3. Finished units of one moment are completed together: one append, one sync, one transaction.
+4. An engine that died takes its units' attempts with it, not the worker's other work: the worker ends and is restarted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from strawflow.errors import EngineError
+from strawflow.flow import admit, claim, complete, progress, publish_weights, rescue
+from strawflow.flow.claim import Grant, PromptShelf
+from strawflow.flow.session import WorkerSession
+from strawflow.flow.trajectory import UnitResult
+from strawflow.ids import new_id
+from strawflow.index.weights import WeightVersion
+from strawflow_workers.drain import Drain
+from strawflow_workers.rollout.engine import ServedEngine
+from strawflow_workers.rollout.generate import UnitGenerator, demonstration
+from strawflow_workers.rollout.rewards.pool import RewardPool
+from strawflow_workers.rollout.rewards.spec import RewardSpec
+from strawflow_workers.rollout.sglang_client import EngineUnavailableError
+from strawflow_workers.rollout.tokens import PromptTokenizer
+
+log = logging.getLogger(__name__)
+
+IDLE_S = 0.03
+"""Pause of the main loop when nothing is to do."""
+UPKEEP_S = 1.0
+"""How often expired sessions are looked for."""
+EVAL_UNITS_FACTOR = 8
+"""Evaluation groups are small: this many times the usual number may be in flight."""
+DEMONSTRATIONS_AT_ONCE = 256
+
+T = TypeVar("T")
+
+
+class RolloutLoop:
+    """Work until everything is planned and evaluated, or the worker is told to drain."""
+
+    def __init__(self, session: WorkerSession, drain: Drain) -> None:
+        self._session, self._drain = session, drain
+        self._run = session.run
+        self._config = session.run.config
+        self._shelf = PromptShelf(session)
+        self._engine = ServedEngine(session, num_connections=1024)
+        self._in_flight: dict[asyncio.Task[UnitResult], Grant] = {}
+        self._finished: list[UnitResult] = []
+        self._upkeep_at = 0.0
+
+    async def run(self) -> None:
+        """Work until done.
+
+        Raises:
+            LeaseLostError: this session was declared lost; start again.
+            EngineError: the engine died or serves wrong weights; start again.
+        """
+        version = await self._first_version()
+        if version is None:
+            return
+        self._tokenizer = PromptTokenizer(self._run.model_path)
+        rollout = self._config.rollout
+        reward = RewardSpec(rollout.reward, rollout.reward_shape)
+        starting = asyncio.create_task(self._engine.start(version))
+        try:
+            async with RewardPool(
+                reward, num_processes=rollout.reward_processes, timeout_s=rollout.reward_timeout_s
+            ) as rewards:
+                self._generator = UnitGenerator(self._engine, rewards, self._tokenizer)
+                await self._work(starting)
+        finally:
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+            for task in self._in_flight:
+                task.cancel()
+            await asyncio.gather(*self._in_flight, return_exceptions=True)
+            await self._engine.stop()
+
+    async def _work(self, starting: asyncio.Task[None]) -> None:
+        while not self._drain.requested:
+            self._session.require_live()
+            self._session.mark_progress()
+            await self._upkeep()
+            busy = await self._answer_demonstrations()
+            if starting.done():
+                starting.result()
+                busy |= await self._serve()
+            if not busy:
+                if not self._in_flight and await self._blocking(lambda: progress.rollout_is_done(self._run)):
+                    return
+                await asyncio.sleep(IDLE_S)
+        await self._give_back()
+
+    async def _serve(self) -> bool:
+        """One round with a ready engine; True when something moved."""
+        if not self._engine.alive():
+            raise EngineError("the engine's process ended; this worker starts again with a new one")
+        moved = await self._collect()
+        target = await self._blocking(lambda: publish_weights.version_to_serve(self._run))
+        if target is not None and target.version_id != self._engine.serving:
+            if self._in_flight or self._finished:
+                return moved
+            await self._engine.reload(target)
+            moved = True
+        return await self._fill() or moved
+
+    async def _collect(self) -> bool:
+        """Complete what has finished; units whose generation failed end their attempt with the error."""
+        if self._in_flight:
+            done, _ = await asyncio.wait(
+                self._in_flight, timeout=IDLE_S, return_when=asyncio.FIRST_COMPLETED
+            )
+            for task in done:
+                grant = self._in_flight.pop(task)
+                await self._settle(task, grant)
+        if not self._finished:
+            return False
+        results, self._finished = self._finished, []
+        await self._complete(results)
+        return True
+
+    async def _settle(self, task: asyncio.Task[UnitResult], grant: Grant) -> None:
+        error = task.exception()
+        if error is None:
+            self._finished.append(task.result())
+        elif isinstance(error, EngineUnavailableError) and self._engine.alive():
+            log.warning("unit %d: %s", grant.unit_id, error)
+            await self._blocking(
+                lambda: complete.fail(self._session, grant.unit_id, fence=grant.fence, error=str(error))
+            )
+        else:
+            raise error
+
+    async def _complete(self, results: list[UnitResult]) -> None:
+        submission_id = new_id("complete")
+        receipt = await self._blocking(
+            lambda: complete.complete(self._session, results, submission_id=submission_id)
+        )
+        if receipt.lost:
+            log.warning("leases of units %s had been taken over; their results are not taken", receipt.lost)
+
+    async def _fill(self) -> bool:
+        """Claim up to the room left and start generating."""
+        await self._blocking(lambda: admit.admit_due(self._run))
+        standing = await self._blocking(lambda: progress.standing(self._run))
+        fresh = self._engine.serving_step >= standing.planned - self._config.rollout.max_staleness
+        purposes = ["eval", "train"] if fresh else ["eval"]
+        room = self._config.rollout.units_in_flight * (EVAL_UNITS_FACTOR if standing.evaluating else 1)
+        room -= len(self._in_flight)
+        if room <= 0 or self._engine.serving is None:
+            return False
+        grants = await self._claim(room, purposes)
+        for grant in grants:
+            task = asyncio.create_task(self._generator.generate(grant))
+            self._in_flight[task] = grant
+        return bool(grants)
+
+    async def _claim(self, limit: int, purposes: list[str]) -> list[Grant]:
+        serving = self._engine.serving
+        return await self._blocking(
+            lambda: claim.claim(
+                self._session, self._shelf, limit=limit, serving_version_id=serving, purposes=purposes
+            )
+        )
+
+    async def _answer_demonstrations(self) -> bool:
+        if not self._config.warm_start.steps:
+            return False
+        grants = await self._claim(DEMONSTRATIONS_AT_ONCE, ["demo"])
+        if grants:
+            await self._complete([demonstration(grant, self._tokenizer) for grant in grants])
+        return bool(grants)
+
+    async def _upkeep(self) -> None:
+        if time.monotonic() - self._upkeep_at >= UPKEEP_S:
+            self._upkeep_at = time.monotonic()
+            await self._blocking(lambda: rescue.rescue_expired(self._run))
+            await self._blocking(lambda: admit.admit_due(self._run))
+
+    async def _give_back(self) -> None:
+        """Drain: finish storing what is finished, release the rest unworked."""
+        await self._collect()
+        grants = list(self._in_flight.values())
+        released = await self._blocking(lambda: claim.release(self._session, grants))
+        log.info("drained: %d units released", released)
+
+    async def _first_version(self) -> WeightVersion | None:
+        while not self._drain.requested:
+            self._session.mark_progress()
+            version = await self._blocking(lambda: publish_weights.version_to_serve(self._run))
+            if version is not None:
+                return version
+            await asyncio.sleep(0.1)
+        return None
+
+    async def _blocking(self, call: Callable[[], T]) -> T:
+        """Run index and disk work in a thread, so that responses keep flowing."""
+        return await asyncio.to_thread(call)
+

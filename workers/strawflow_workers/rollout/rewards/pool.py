@@ -1,0 +1,163 @@
+"""A pool of reward processes that hung, slow and crashing verifiers cannot drain.
+
+1. Every request is answered once: with a score, or with a failure that says why. A failure is never a zero.
+2. A request that runs longer than the limit costs its process (SIGKILL) and nobody else: the process is replaced.
+3. Requests behind a slow one move to other processes, first answer wins; so verifiers must not have side effects
+   that count. While processes are stuck, up to as many again are started, and retired when no longer needed.
+4. A verifier that cannot be loaded is an error of the configuration: `start` raises it.
+5. The pool belongs to one event loop. Its processes die with the thread that runs it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+
+from strawflow.errors import ConfigError, StrawflowError, WorkerFailedError
+from strawflow_workers.rollout.rewards.backlog import Backlog, Ticket
+from strawflow_workers.rollout.rewards.batch_run import BatchRun
+from strawflow_workers.rollout.rewards.process import RewardProcess
+from strawflow_workers.rollout.rewards.spec import RewardOutcome, RewardRequest, RewardSpec
+
+_IDLE_SECONDS = 2.0
+"""A surplus process that finds nothing to do for this long is retired."""
+
+
+class RewardPool:
+    """Scores responses in `num_processes` processes, each request within `timeout_s` seconds.
+
+    Use as `async with RewardPool(spec, num_processes=4, timeout_s=10.0) as pool`, or call `start` and `close`.
+    """
+
+    def __init__(
+        self, reward: RewardSpec, *, num_processes: int, timeout_s: float, load_timeout_s: float = 120.0
+    ) -> None:
+        if num_processes < 1 or timeout_s <= 0:
+            raise ConfigError(
+                f"a reward pool needs a process and a time limit, got {num_processes} and {timeout_s}"
+            )
+        self._spec = reward
+        self._num_processes = num_processes
+        self._timeout_s = timeout_s
+        self._load_timeout_s = load_timeout_s
+        self._numbers = itertools.count()
+        self._backlog = Backlog(when_short=self._add_lane_when_stuck)
+        self._awaited: set[asyncio.Future[RewardOutcome]] = set()
+        self._lanes: set[asyncio.Task[None]] = set()
+        self._num_idle = 0
+        self._processes: set[RewardProcess] = set()
+        self._loaded = asyncio.Event()
+        self._broken: StrawflowError | None = None
+
+    async def __aenter__(self) -> RewardPool:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the processes that are loaded and not killed."""
+        return sorted(process.pid for process in self._processes)
+
+    async def start(self) -> None:
+        """Start the processes; return when the first has loaded the verifier.
+
+        Raises:
+            ConfigError: the verifier cannot be loaded.
+            WorkerFailedError: a process ended, or took too long, while loading.
+        """
+        for _ in range(self._num_processes):
+            self._add_lane()
+        await self._loaded.wait()
+        if self._broken is not None:
+            await self.close()
+            raise self._broken
+
+    async def close(self) -> None:
+        """Kill all processes; whoever still waits for an outcome gets a WorkerFailedError."""
+        self._break(WorkerFailedError("the reward pool was closed"))
+        lanes = list(self._lanes)
+        for lane in lanes:
+            lane.cancel()
+        await asyncio.gather(*lanes, return_exceptions=True)
+
+    async def score(self, request: RewardRequest) -> RewardOutcome:
+        """Score one response.
+
+        Raises:
+            WorkerFailedError: the pool is not running, or can start no process any more.
+        """
+        if self._broken is not None:
+            raise WorkerFailedError(f"no reward can be scored any more: {self._broken}") from self._broken
+        if not self._lanes:
+            raise WorkerFailedError("the reward pool was not started")
+        outcome: asyncio.Future[RewardOutcome] = asyncio.get_running_loop().create_future()
+        self._awaited.add(outcome)
+        outcome.add_done_callback(self._awaited.discard)
+        self._backlog.put(Ticket(next(self._numbers), request, outcome))
+        return await outcome
+
+    # --- lanes: each keeps one process busy, and replaces it
+
+    def _add_lane(self) -> None:
+        lane = asyncio.get_running_loop().create_task(self._run_lane(), name="reward-lane")
+        self._lanes.add(lane)
+        lane.add_done_callback(self._lane_ended)
+
+    def _add_lane_when_stuck(self) -> None:
+        wanted = self._num_processes + min(self._backlog.num_stuck, self._num_processes)
+        if self._broken is None and not self._num_idle and len(self._lanes) < wanted:
+            self._add_lane()
+
+    def _lane_ended(self, lane: asyncio.Task[None]) -> None:
+        self._lanes.discard(lane)
+        if lane.cancelled() or (error := lane.exception()) is None:
+            return
+        if not isinstance(error, StrawflowError):
+            error = WorkerFailedError(f"the reward pool failed: {type(error).__name__}: {error}")
+        self._break(error)
+
+    def _break(self, error: StrawflowError) -> None:
+        if self._broken is not None:
+            return
+        self._broken = error
+        self._loaded.set()
+        for outcome in list(self._awaited):
+            if not outcome.done():
+                outcome.set_exception(error)
+
+    async def _run_lane(self) -> None:
+        while True:
+            process = await RewardProcess.start(self._spec, load_timeout_s=self._load_timeout_s)
+            self._processes.add(process)
+            self._loaded.set()
+            try:
+                if await self._keep_busy(process):
+                    return
+            finally:
+                self._processes.discard(process)
+                await process.kill()
+
+    async def _keep_busy(self, process: RewardProcess) -> bool:
+        """Feed a process until it was killed (return False) or is one too many (return True)."""
+        while True:
+            batch = self._backlog.take(num_takers=len(self._lanes))
+            if batch:
+                run = BatchRun(
+                    process, batch, spec=self._spec, backlog=self._backlog, timeout_s=self._timeout_s
+                )
+                if not await run.run():
+                    return False
+            elif not self._backlog and await self._is_surplus():
+                return True
+
+    async def _is_surplus(self) -> bool:
+        """Wait for work; return whether none came and there are more processes than are wanted."""
+        self._num_idle += 1
+        try:
+            await self._backlog.arrival(timeout_s=_IDLE_SECONDS)
+        finally:
+            self._num_idle -= 1
+        return not self._backlog and len(self._lanes) > self._num_processes + self._backlog.num_stuck

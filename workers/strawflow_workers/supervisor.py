@@ -1,0 +1,236 @@
+"""The supervisor of one host: starts the workers of a run as child processes and starts again whatever dies.
+
+1. A child's death is told to the index at once: its session is lost, its units and roles are free before the lease ends.
+2. Children die with the supervisor (the kernel sees to it), so a kill of everything leaves nothing running.
+3. A worker that dies again and again without the run getting on ends the run, with the end of its log; errors that a
+   restart cannot mend (configuration, corruption, starvation) end it at once.
+4. The lock file only tells a second supervisor that it is one too many; correctness rests on fences.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from strawflow.errors import (
+    AlreadyExistsError,
+    ConfigError,
+    CorruptCheckpointError,
+    CorruptPackError,
+    IncompatibleFormatError,
+    InvalidInputError,
+    WorkerFailedError,
+)
+from strawflow.flow import progress, rescue, tally
+from strawflow.flow.run import Run, open_run
+from strawflow.flow.session import WorkerSession
+from strawflow_workers.drain import Drain
+
+log = logging.getLogger(__name__)
+
+KINDS = ("train", "assemble", "rollout")
+FINAL_EXIT_CODES = frozenset(
+    error.exit_code
+    for error in (
+        ConfigError,
+        CorruptCheckpointError,
+        CorruptPackError,
+        IncompatibleFormatError,
+        InvalidInputError,
+        WorkerFailedError,
+    )
+)
+MAX_DEATHS_WITHOUT_PROGRESS = 5
+BACKOFF_S = (0.0, 0.2, 1.0, 3.0, 8.0)
+DRAIN_TIMEOUT_S = 30.0
+TICK_S = 0.1
+
+
+@dataclass
+class Child:
+    """One kind of worker and its present process."""
+
+    kind: str
+    process: subprocess.Popen[bytes] | None = None
+    log_path: Path | None = None
+    attempt: int = 0
+    deaths_in_a_row: int = 0
+    start_at: float = 0.0
+    is_done: bool = False
+
+
+@dataclass
+class Supervisor:
+    """Runs a run's workers until it is finished, drained or beyond help."""
+
+    run: Run
+    drain: Drain
+    on_tick: Callable[[], None] = lambda: None
+    children: list[Child] = field(default_factory=lambda: [Child(kind) for kind in KINDS])
+    _seen_step: int = -1
+
+    def supervise(self) -> bool:
+        """Run until everything is done; False when drained before the end.
+
+        Raises:
+            AlreadyExistsError: another supervisor runs this run.
+            WorkerFailedError: a worker cannot be kept alive; the message quotes the end of its log.
+        """
+        with self._only_one(), self._counted():
+            rescue.declare_dead_processes_lost(self.run)
+            with WorkerSession(self.run, "supervise") as session:
+                rescue.recover_packs(session)
+                try:
+                    return self._tend(session)
+                finally:
+                    self._stop_children()
+                    rescue.declare_dead_processes_lost(self.run)
+                    rescue.recover_packs(session)
+
+    def _tend(self, session: WorkerSession) -> bool:
+        while not self.drain.requested:
+            session.mark_progress()
+            for child in self.children:
+                self._tend_child(child)
+            if all(child.is_done for child in self.children):
+                self.on_tick()
+                return True
+            self.on_tick()
+            self.drain.wait(TICK_S)
+        return False
+
+    def _tend_child(self, child: Child) -> None:
+        if child.is_done:
+            return
+        if child.process is None:
+            if time.monotonic() >= child.start_at:
+                self._start(child)
+            return
+        code = child.process.poll()
+        if code is None:
+            return
+        child.process = None
+        rescue.declare_dead_processes_lost(self.run)
+        if code == 0:
+            child.is_done = True
+            return
+        self._after_death(child, code)
+
+    def _start(self, child: Child) -> None:
+        child.attempt = self._next_attempt(child.kind)
+        child.log_path = self.run.log_path(child.kind, child.attempt)
+        with child.log_path.open("ab") as sink:
+            child.process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "strawflow_workers.entry",
+                    child.kind,
+                    str(self.run.root),
+                    "--die-with-parent",
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C reaches the supervisor alone, which drains its children in order
+            )
+
+    def _next_attempt(self, kind: str) -> int:
+        logs = (self.run.root / "logs").glob(f"{kind}-*.log")
+        return 1 + max((int(p.stem.rpartition("-")[2]) for p in logs), default=0)
+
+    def _after_death(self, child: Child, code: int) -> None:
+        if code in FINAL_EXIT_CODES:
+            raise WorkerFailedError(f"the {child.kind} worker ended the run: {_last_words(child.log_path)}")
+        planned = progress.standing(self.run).planned
+        child.deaths_in_a_row = 1 if planned > self._seen_step else child.deaths_in_a_row + 1
+        self._seen_step = max(planned, self._seen_step)
+        if child.deaths_in_a_row > MAX_DEATHS_WITHOUT_PROGRESS:
+            raise WorkerFailedError(
+                f"the {child.kind} worker died {child.deaths_in_a_row} times while the run got nowhere; "
+                f"the end of {child.log_path}: {_last_words(child.log_path)}"
+            )
+        tally.count_restart(self.run, kind=child.kind, exit_code=code)
+        child.start_at = time.monotonic() + BACKOFF_S[min(child.deaths_in_a_row, len(BACKOFF_S)) - 1]
+        log.warning("the %s worker ended with code %d; it is started again", child.kind, code)
+
+    def _stop_children(self) -> None:
+        running = [c.process for c in self.children if c.process is not None]
+        for process in running:
+            process.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + DRAIN_TIMEOUT_S
+        for process in running:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    @contextlib.contextmanager
+    def _only_one(self) -> Iterator[None]:
+        lock = FileLock(self.run.root / "supervisor.lock", timeout=0)
+        try:
+            lock.acquire()
+        except Timeout:
+            raise AlreadyExistsError(
+                f"{self.run.root} is being run by another process; watch it with `strawflow status {self.run.root} --watch`"
+            ) from None
+        try:
+            yield
+        finally:
+            lock.release()
+
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
+        clock = tally.SecondsTally(self.run)
+        ticked = self.on_tick
+
+        def tick() -> None:
+            clock.update()
+            ticked()
+
+        self.on_tick = tick
+        try:
+            yield
+        finally:
+            clock.update(force=True)
+
+
+def _last_words(path: Path | None) -> str:
+    """Return the last line of a log that says something, and where the rest lies."""
+    if path is None or not path.exists():
+        return "(no log)"
+    lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
+    return f"{lines[-1] if lines else '(empty)'} [{path}]"
+
+
+def resume(root: Path, *, as_json: bool) -> int:
+    """Go on with a run until it is finished; returns the process's exit code."""
+    from strawflow_workers import report
+    from strawflow_workers.quickstart.prepare import prepare_if_quickstart
+
+    run = open_run(root)
+    drain = Drain()
+    drain.on_signals()
+    prepare_if_quickstart(run)
+    with report.progress_display(run, as_json=as_json) as display:
+        is_done = Supervisor(run, drain, on_tick=display.update).supervise()
+    if not is_done:
+        print(f"stopped; `strawflow resume {root}` goes on from here", file=sys.stderr)
+        return 130
+    summary = report.write_summary(run)
+    if as_json:
+        print(json.dumps(summary))
+    else:
+        report.print_summary(run, summary)
+    return 0

@@ -1,0 +1,170 @@
+"""Trainer checkpoints on disk, and directories that appear whole or not at all.
+
+1. A directory is written under a temporary name, synced, and renamed; the final name never shows a part of it. Nothing is replaced.
+2. `manifest.json` is written last and names every other file with its size and xxh3-128 digest; a reader believes nothing else.
+3. Tensors are safetensors, everything else JSON: no pickle, no code.
+4. Each rank owns `rank-NNNNN.*`. What the tensors mean is the trainer's business.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from strawflow.errors import AlreadyExistsError, CorruptCheckpointError, IncompatibleFormatError, StorageError
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+_BLOCK_BYTES = 4 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class RankState:
+    """All that one rank needs to go on: tensors by name, and JSON-able values."""
+
+    tensors: dict[str, Tensor]
+    values: dict[str, Any]
+
+
+def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
+    """Return the xxh3-128 hex digest over name, type, shape and bytes of each tensor, in order of their names."""
+    digest = xxhash.xxh3_128()
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().cpu().contiguous()
+        digest.update(f"{name}\0{str(tensor.dtype).removeprefix('torch.')}\0{list(tensor.shape)}\0".encode())
+        digest.update(tensor.view(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write a safetensors file that other users of the share may read, as they may read every other file."""
+    save_file(dict(tensors), path, metadata={"format": "pt"})
+    path.chmod(0o644)
+
+
+def write_rank_state(final: Path, state: RankState, *, rank: int = 0) -> None:
+    """Write a checkpoint of one rank as the new directory `final`, durable when this returns.
+
+    Raises:
+        AlreadyExistsError: `final` exists.
+        StorageError: a write or sync failed; nothing appeared under `final`.
+    """
+    with new_directory(final) as partial:
+        stem = f"rank-{rank:05d}"
+        write_tensors(partial / f"{stem}.safetensors", state.tensors)
+        (partial / f"{stem}.json").write_text(json.dumps(state.values, allow_nan=False))
+        files = {path.name: _describe(path) for path in sorted(partial.iterdir())}
+        manifest = {"format": FORMAT, "world_size": 1, "files": files}
+        (partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
+
+
+def read_rank_state(path: Path, *, rank: int = 0) -> RankState:
+    """Read and verify one rank's state.
+
+    Raises:
+        CorruptCheckpointError: a file is missing, or differs from the manifest; the message names it.
+        IncompatibleFormatError: the format is not the one this program reads.
+    """
+    files = _verified_files(path)
+    stem = f"rank-{rank:05d}"
+    for name in (f"{stem}.safetensors", f"{stem}.json"):
+        if name not in files:
+            raise CorruptCheckpointError(f"{path / MANIFEST}: names no {name}; use another checkpoint")
+    try:
+        tensors = load_file(path / f"{stem}.safetensors")
+        values: dict[str, Any] = json.loads((path / f"{stem}.json").read_text())
+    except (SafetensorError, ValueError) as error:
+        raise CorruptCheckpointError(
+            f"{path / stem}.*: cannot be parsed ({error}); use another checkpoint"
+        ) from error
+    return RankState(tensors=tensors, values=values)
+
+
+def _verified_files(path: Path) -> dict[str, Any]:
+    manifest_path = path / MANIFEST
+    try:
+        manifest = json.loads(manifest_path.read_text())
+        files: dict[str, Any] = manifest["files"]
+        found_format = manifest["format"]
+    except FileNotFoundError as error:
+        raise CorruptCheckpointError(
+            f"{manifest_path}: is missing; the checkpoint is not complete"
+        ) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise CorruptCheckpointError(f"{manifest_path}: cannot be parsed; use another checkpoint") from error
+    if found_format != FORMAT:
+        raise IncompatibleFormatError(f"{manifest_path}: format {found_format}; this program reads {FORMAT}")
+    for name, expected in files.items():
+        file = path / name
+        if not file.is_file():
+            raise CorruptCheckpointError(f"{file}: is missing; use another checkpoint")
+        if _describe(file) != expected:
+            raise CorruptCheckpointError(
+                f"{file}: size or digest differs from {MANIFEST}; use another checkpoint"
+            )
+    return files
+
+
+def _describe(path: Path) -> dict[str, Any]:
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            digest.update(block)
+    return {"bytes": path.stat().st_size, "xxh3_128": digest.hexdigest()}
+
+
+@contextlib.contextmanager
+def new_directory(final: Path) -> Iterator[Path]:
+    """Yield a temporary directory beside `final`; when the block ends well, sync it and rename it to `final`.
+
+    A process killed inside leaves a directory whose name starts with a dot and holds ".partial-"; nothing refers to it.
+
+    Raises:
+        AlreadyExistsError: `final` exists, now or at the time of the rename.
+        StorageError: a write, sync or rename failed.
+    """
+    if final.exists():
+        raise AlreadyExistsError(f"{final} exists and is not replaced")
+    partial = final.parent / f".{final.name}.partial-{uuid.uuid4().hex}"
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+        for path in partial.iterdir():
+            _sync(path)
+        _sync(partial)
+        # A rename onto an empty directory would succeed; onto a full one it fails. Either way nothing with content is replaced.
+        os.rename(partial, final)
+    except BaseException as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, OSError | SafetensorError) and not isinstance(error, StorageError):
+            raise StorageError(
+                f"{final}: could not be written ({error}); nothing was left under that name"
+            ) from error
+        raise
+    try:
+        _sync(final.parent)
+    except OSError as error:
+        raise StorageError(
+            f"{final}: was written, but its name may not survive a power loss ({error})"
+        ) from error
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,126 @@
+"""One forward pass over a packed micro-batch: what goes in, the log-probabilities that come out, the loss and its statistics.
+
+1. The last token of a sequence predicts nothing and is not sent through the model; row j of the input predicts one known token.
+2. Logits are divided by the temperature of their sequence before the softmax, as when the token was sampled.
+3. Only rows whose token is trained reach the softmax, so masked entries can hold anything.
+4. It knows nothing of optimizers, checkpoints or where batches come from.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from strawflow_workers.trainer import losses
+from strawflow_workers.trainer.attention import PackedSequences, describe
+from strawflow_workers.trainer.batches import PackedMicroBatch, TrainSettings
+from strawflow_workers.trainer.device import importing_megatron
+
+with importing_megatron():
+    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
+LOSS, TOKENS, CLIPPED, KL, GAP = range(5)
+"""Places in the vector of sums that `loss_and_sums` returns."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A micro-batch as the model takes it. n rows of the input are read out: those that predict a wanted token."""
+
+    tokens: Tensor
+    """int64 [1, T - S]"""
+    packed: PackedSequences
+    rows: Tensor
+    """int64 [n], rising"""
+    targets: Tensor
+    """int64 [n]"""
+    temperatures: Tensor | None
+    """float32 [n, 1], None where all are 1"""
+    weights: Tensor
+    advantages: Tensor
+    rollout_logprobs: Tensor
+    """float32 [n], like the two before"""
+    positions: npt.NDArray[np.int64]
+    """[n]: place of each target in the arrays of the micro-batch"""
+
+
+def prepare(batch: PackedMicroBatch, *, device: torch.device, every_token: bool = False) -> Prepared:
+    """Lay out a micro-batch; rows read out are those of trained tokens, or of every token that is predicted."""
+    predicts = np.ones(batch.tokens.size, dtype=bool)
+    predicts[batch.boundaries[1:] - 1] = False
+    targets = np.flatnonzero(predicts) + 1
+    rows = np.arange(targets.size) if every_token else np.flatnonzero(batch.loss_mask[targets] != 0)
+    positions = targets[rows]
+    # Each sequence lost one token; one that had a single token lost itself, hence `unique`.
+    boundaries = np.unique(batch.boundaries - np.arange(batch.boundaries.size, dtype=np.int32)).astype(
+        np.int32
+    )
+    lengths = np.diff(batch.boundaries)
+    temperatures = np.repeat(batch.temperatures, lengths)[positions]
+
+    def on_device(values: npt.NDArray[Any], dtype: torch.dtype) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values)).to(device=device, dtype=dtype)
+
+    return Prepared(
+        tokens=on_device(batch.tokens[predicts], torch.int64)[None],
+        packed=describe(boundaries, device=device),
+        rows=on_device(rows, torch.int64),
+        targets=on_device(batch.tokens[positions], torch.int64),
+        temperatures=None if (temperatures == 1).all() else on_device(temperatures, torch.float32)[:, None],
+        weights=on_device(batch.loss_mask[positions], torch.float32),
+        advantages=on_device(batch.advantages[positions], torch.float32),
+        rollout_logprobs=on_device(batch.rollout_logprobs[positions], torch.float32),
+        positions=positions,
+    )
+
+
+def run_model(model: Any, prepared: Prepared) -> Tensor:
+    """Return logits [1, T - S, vocabulary of this rank]."""
+    logits: Tensor = model(
+        input_ids=prepared.tokens, position_ids=None, attention_mask=None, packed_seq_params=prepared.packed
+    )
+    return logits
+
+
+def token_logprobs(logits: Tensor, prepared: Prepared) -> Tensor:
+    """Return log-softmax(logits / temperature) of the wanted tokens, float32 [n]; right for a split vocabulary too."""
+    wanted = logits[0].index_select(0, prepared.rows).float()
+    if prepared.temperatures is not None:
+        wanted = wanted / prepared.temperatures
+    negative: Tensor = vocab_parallel_cross_entropy(wanted, prepared.targets)
+    return -negative
+
+
+def loss_and_sums(
+    logits: Tensor, prepared: Prepared, settings: TrainSettings
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the summed loss (a scalar to differentiate), the vector of sums, and the largest log-probability gap.
+
+    The sums are float64 [5]: loss, tokens, tokens outside the clipping range, KL estimates, gaps; the last three stay 0 for sft.
+    """
+    sums = torch.zeros(5, dtype=torch.float64, device=logits.device)
+    if prepared.rows.numel() == 0:
+        return logits.sum() * 0.0, sums, sums.new_zeros(())
+    logprobs = token_logprobs(logits, prepared)
+    if settings.objective == "sft":
+        loss = losses.masked_sum(losses.sft_loss(logprobs), prepared.weights)
+        largest = sums.new_zeros(())
+    else:
+        old, bounds = (
+            prepared.rollout_logprobs,
+            {"clip_low": settings.clip_low, "clip_high": settings.clip_high},
+        )
+        per_token = losses.policy_loss(logprobs, old, prepared.advantages, **bounds)
+        loss = losses.masked_sum(per_token, prepared.weights)
+        current = logprobs.detach()
+        gaps = (current - old).abs()
+        sums[CLIPPED] = losses.is_clipped(current, old, **bounds).sum()
+        sums[KL] = losses.kl_estimate(current, old).sum()
+        sums[GAP], largest = gaps.sum(), gaps.max().double()
+    sums[LOSS], sums[TOKENS] = loss.detach(), prepared.rows.numel()
+    return loss, sums, largest
