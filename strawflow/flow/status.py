@@ -135,6 +135,16 @@ def snapshot(run: Run, *, num_events: int = 8, num_failed: int = 5) -> RunStatus
         )
 
 
+def standing(run: Run) -> tuple[Progress, int]:
+    """Return where a run stands and how many workers live: the line of a list of runs."""
+    with run.index.read() as connection:
+        consumer = consumers.find(connection, run.branch, run.consumer)
+        steps = checkpoints.steps_recorded(connection, run.branch, run.consumer)
+        newest = weights.newest(connection, run.branch)
+        live = sessions.listed(connection, live_only=True)
+    return _progress(run, consumer, newest, trained=steps[-1]["step"] if steps else 0), len(live)
+
+
 def _progress(run: Run, consumer: Consumer, newest: WeightVersion | None, *, trained: int) -> Progress:
     config = run.config
     if newest is None:

@@ -203,6 +203,16 @@ def assign(
         )
 
 
+def assignments_of(connection: Connection, branch_id: str, consumer: str) -> list[Assignment]:
+    """Return every assignment of a consumer, by unit."""
+    rows = connection.execute(
+        sa.select(t.assignments)
+        .where(t.assignments.c.branch_id == branch_id, t.assignments.c.consumer == consumer)
+        .order_by(t.assignments.c.unit_id, t.assignments.c.epoch)
+    )
+    return [Assignment(r.epoch, r.unit_id, r.outcome, r.reason) for r in rows]
+
+
 def failed_unassigned(connection: Connection, branch_id: str, consumer: str, *, purpose: str) -> list[Unit]:
     """Return failed units this consumer has not recorded as dropped yet."""
     known = sa.select(t.assignments.c.unit_id).where(

@@ -87,11 +87,11 @@ def kill_after(connection: Connection, branch_id: str, *, step: int) -> list[str
 
 
 def newest(connection: Connection, branch_id: str) -> WeightVersion | None:
-    """Return the published version of the highest step."""
+    """Return the published version of the highest step whose files are kept."""
     w = t.weight_versions
     row = connection.execute(
         sa.select(w)
-        .where(w.c.branch_id == branch_id, w.c.state == WeightState.PUBLISHED)
+        .where(w.c.branch_id == branch_id, w.c.state == WeightState.PUBLISHED, w.c.files_removed.is_(False))
         .order_by(w.c.step.desc(), w.c.fence.desc())
         .limit(1)
     ).first()
@@ -106,11 +106,16 @@ def find(connection: Connection, version_id: str) -> WeightVersion | None:
 
 
 def of_step(connection: Connection, branch_id: str, step: int) -> WeightVersion | None:
-    """Return the published version of a step, if there is one."""
+    """Return the published version of a step whose files are kept, if there is one."""
     w = t.weight_versions
     row = connection.execute(
         sa.select(w)
-        .where(w.c.branch_id == branch_id, w.c.step == step, w.c.state == WeightState.PUBLISHED)
+        .where(
+            w.c.branch_id == branch_id,
+            w.c.step == step,
+            w.c.state == WeightState.PUBLISHED,
+            w.c.files_removed.is_(False),
+        )
         .order_by(w.c.fence.desc())
         .limit(1)
     ).first()

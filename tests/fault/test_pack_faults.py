@@ -179,6 +179,7 @@ def test_a_write_the_system_refuses_ends_the_pack_and_the_retry_loses_nothing(
         output, errors = writer.communicate(timeout=60)
     extents = acknowledged(output)
     assert sorted(extents) == list(range(60))
+    assert len({(extent.path, extent.offset) for extent in extents.values()}) == 60
     assert_readable(tmp_path, extents)
     assert "File too large" in errors
     assert "the pack is ended" in errors

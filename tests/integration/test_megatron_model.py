@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -30,7 +31,7 @@ def test_logprobs_of_each_packed_sequence_equal_transformers_on_it_alone(
     trainer = MegatronTrainer(tmp_path / "hf", GRPO, seed=1)
     pack = make_pack(np.random.default_rng(3), lengths, temperature=temperature)
     found = trainer.logprobs(pack)
-    for start, end in zip(pack.boundaries[:-1], pack.boundaries[1:], strict=True):
+    for start, end in itertools.pairwise(pack.boundaries.tolist()):
         ids = torch.from_numpy(pack.tokens[start:end].astype(np.int64))
         with torch.no_grad():
             logits = reference(input_ids=ids[None]).logits[0, :-1] / temperature
@@ -69,7 +70,7 @@ def test_padded_classes_and_lone_long_sequences_attend_like_one_call_each_forwar
     found = attend(*inputs, layout, scale=None)
     gradients = torch.autograd.grad((found * weights).sum(), inputs)
     parts = []
-    for start, end in zip(boundaries[:-1], boundaries[1:], strict=True):
+    for start, end in itertools.pairwise(boundaries.tolist()):
         rows = [x[start:end].transpose(0, 1)[None] for x in inputs]
         alone = F.scaled_dot_product_attention(*rows, is_causal=True, enable_gqa=True)
         parts.append(alone[0].transpose(0, 1))

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,11 +26,11 @@ print(json.dumps({"peak": peak, "rows": report.num_accepted, "rejected": dict(re
 """
 
 
-def read_in_a_process(source: str) -> dict[str, object]:
+def read_in_a_process(source: str) -> dict[str, Any]:
     done = subprocess.run(
         [sys.executable, "-c", READ_AND_MEASURE, source], capture_output=True, text=True, check=True
     )
-    result: dict[str, object] = json.loads(done.stdout)
+    result: dict[str, Any] = json.loads(done.stdout)
     return result
 
 

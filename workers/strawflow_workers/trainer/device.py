@@ -35,12 +35,10 @@ def target() -> torch.device:
 def importing_megatron() -> Iterator[None]:
     """Import Megatron modules inside this block.
 
-    Without CUDA `torch.compile` is a pass-through meanwhile: the fusions Megatron decorates at import would pull in the
-    compiler stack (2-3 s of start-up) and need a C++ tool chain for code that a CPU run does not profit from.
-    Warnings that Apex or Transformer Engine are absent are silenced here only.
+    Without CUDA `torch.compile` is a pass-through meanwhile: the fusions Megatron decorates at import would pull
+    in the compiler stack (2-3 s of start-up) and need a C++ tool chain, for code a CPU run does not profit from.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with without_megatron_warnings():
         if torch.cuda.is_available():
             yield
             return
@@ -50,6 +48,14 @@ def importing_megatron() -> Iterator[None]:
             yield
         finally:
             torch.compile = compile_function
+
+
+@contextlib.contextmanager
+def without_megatron_warnings() -> Iterator[None]:
+    """Silence what Megatron warns of at import and set-up: absent fused kernels, and calls inside itself it deprecates."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def _leave_uncompiled(function: Callable[..., Any] | None = None, **_options: Any) -> Any:

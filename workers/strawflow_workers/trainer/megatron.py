@@ -248,7 +248,7 @@ def _make_optimizer(settings: TrainSettings, model: Any) -> Any:
         clip_grad=settings.clip_grad,
         params_dtype=torch.float32,
     )
-    with device.importing_megatron():  # it warns again that the fused optimizers are absent
+    with device.without_megatron_warnings():
         return get_megatron_optimizer(config, [model])
 
 

@@ -76,7 +76,8 @@ def build_model(hf: Mapping[str, Any]) -> GPTModel:
     )
     spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
     spec.submodules.self_attention.submodules.core_attention = PackedCausalAttention
-    return GPTModel(config=config, transformer_layer_spec=spec, **family.model_fields(hf))
+    with device.without_megatron_warnings():
+        return GPTModel(config=config, transformer_layer_spec=spec, **family.model_fields(hf))
 
 
 @torch.no_grad()

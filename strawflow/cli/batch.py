@@ -1,0 +1,130 @@
+"""`strawflow batch`: the planned batches of a run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from strawflow.cli.options import JsonFlag, RunArgument, opened
+
+if TYPE_CHECKING:
+    from strawflow.flow.status import BatchDetail
+
+app = typer.Typer(help="List batches, or open one.", no_args_is_help=True)
+
+
+@app.command("list")
+def list_batches(
+    run: RunArgument,
+    last: Annotated[int | None, typer.Option(min=1, help="Only the newest so many.")] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """List the planned batches in step order."""
+    from strawflow.cli import output
+    from strawflow.index import batches
+
+    with opened(run) as found, found.index.read() as connection:
+        listed = batches.listed(connection, found.branch, found.consumer)
+    if last is not None:
+        listed = listed[-last:]
+    if as_json:
+        output.print_json(listed)
+        return
+    output.print_table(
+        (
+            "step",
+            "objective",
+            "state",
+            "units",
+            "sequences",
+            "tokens",
+            "reward",
+            "staleness",
+            "planned at",
+            "digest",
+        ),
+        [
+            (
+                b.step,
+                b.objective,
+                b.state,
+                b.num_units,
+                b.num_sequences,
+                b.num_tokens,
+                b.mean_reward,
+                b.max_staleness,
+                b.planned_at,
+                b.digest[:12],
+            )
+            for b in listed
+        ],
+        empty="no batch is planned yet",
+    )
+
+
+@app.command()
+def show(
+    run: RunArgument,
+    step: Annotated[int | None, typer.Argument(min=1, help="The newest planned step if left out.")] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Open one batch: the fate of each member with reason, reward, staleness and lengths, and where the rows lie."""
+    from strawflow.cli import output
+    from strawflow.errors import NotFoundError
+    from strawflow.flow.status import batch_detail
+    from strawflow.index import consumers
+
+    with opened(run) as found:
+        if step is None:
+            with found.index.read() as connection:
+                step = consumers.find(connection, found.branch, found.consumer).planned
+            if step == 0:
+                raise NotFoundError("no batch is planned yet; `strawflow status` says what the run waits for")
+        detail = batch_detail(found, step)
+    if as_json:
+        output.print_json(detail)
+    else:
+        _print(detail)
+
+
+def _print(detail: BatchDetail) -> None:
+    from strawflow.cli import output
+
+    b = detail.batch
+    print(
+        f"step {b.step}: {b.objective}, {b.state}, {b.num_units} units, {b.num_sequences} sequences, "
+        f"{b.num_tokens} tokens, mean reward {output.cell(b.mean_reward)}, staleness up to {b.max_staleness}"
+    )
+    print(f"planned {b.planned_at} under fence {b.fence}; digest {b.digest}")
+    print(f"loss denominators {', '.join(output.cell(d) for d in b.denominators)}")
+    names = (
+        "unit_id",
+        "member",
+        "outcome",
+        "reason",
+        "reward",
+        "advantage",
+        "staleness",
+        "num_tokens",
+        "prompt_length",
+        "response_length",
+        "mini_batch",
+        "micro_batch",
+    )
+    output.print_table(
+        names, [[m[name] for name in names] for m in detail.members], empty="the plan is empty"
+    )
+    columns = (
+        "mini_batch",
+        "slice",
+        "micro_batch",
+        "num_sequences",
+        "num_tokens",
+        "path",
+        "offset",
+        "length",
+    )
+    output.print_table(
+        columns, [[m[name] for name in columns] for m in detail.micro_batches], empty="no packed rows"
+    )

@@ -1,0 +1,88 @@
+"""`strawflow enqueue`: append a prompt file to a dataset of a run."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import typer
+
+from strawflow.cli.options import JsonFlag, RunArgument, opened
+
+PURPOSES = {"prompts": "train", "demonstrations": "demo", "held_out": "eval"}
+
+DatasetName = Literal["prompts", "demonstrations", "held_out"]
+
+
+def enqueue(
+    run: RunArgument,
+    file: Annotated[
+        str,
+        typer.Argument(
+            metavar="FILE[@[a:b]]",
+            help="JSONL, Parquet or Arrow, plain, .gz or .zst; @[a:b] takes a slice of its records.",
+        ),
+    ],
+    dataset: Annotated[
+        DatasetName, typer.Option(help="What the rows are for: training, warm start or evaluation.")
+    ] = "prompts",
+    input_key: Annotated[
+        str | None, typer.Option(help="Key of the prompt; the run's data.input_key if left out.")
+    ] = None,
+    label_key: Annotated[
+        str | None, typer.Option(help="Key of the label, '' if the file has none; else data.label_key.")
+    ] = None,
+    metadata_key: Annotated[
+        str | None, typer.Option(help="Key of the metadata, '' if the file has none; else data.metadata_key.")
+    ] = None,
+    on_bad_row: Annotated[
+        Literal["fail", "skip"] | None,
+        typer.Option(
+            help="fail: a bad row stops it and nothing is enqueued; skip: set aside. Else data.on_bad_row."
+        ),
+    ] = None,
+    reject_file: Annotated[
+        str | None, typer.Option(help="Where skipped rows go; FILE.rejected.jsonl if left out.")
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Append a prompt file to a dataset, all of it or nothing; the same rows a second time add nothing."""
+    from pathlib import Path
+
+    from strawflow.cli import output
+    from strawflow.flow.enqueue import EnqueueRequest
+    from strawflow.flow.enqueue import enqueue as enqueue_file
+    from strawflow.flow.session import WorkerSession
+    from strawflow.prompts.row import PromptKeys
+    from strawflow.prompts.source import PromptSource
+
+    source = PromptSource.parse(file)
+    with opened(run) as found:
+        configured = found.config.data
+        policy = on_bad_row or configured.on_bad_row
+        rejects = Path(reject_file) if reject_file else Path(f"{source.path}.rejected.jsonl")
+        request = EnqueueRequest(
+            dataset_id=dataset,
+            purpose=PURPOSES[dataset],
+            source=source,
+            keys=PromptKeys(
+                input_key=configured.input_key if input_key is None else input_key,
+                label_key=(configured.label_key if label_key is None else label_key) or None,
+                metadata_key=(configured.metadata_key if metadata_key is None else metadata_key) or None,
+            ),
+            on_bad_row=policy,
+            reject_path=rejects if policy == "skip" else None,
+        )
+        with WorkerSession(found, "enqueue") as session:
+            report = enqueue_file(session, request)
+    if as_json:
+        output.print_json(report)
+        return
+    print(
+        f"{dataset}: {report.num_added} rows added of {report.num_records} in {source} "
+        f"({report.num_known} already there, {report.num_rejected} rejected)"
+    )
+    for reason, count in sorted(report.rejected.items()):
+        print(f"  rejected {count}: {reason}")
+    if report.reject_path:
+        print(f"  see {report.reject_path}")
+    print(f"next: strawflow resume {run}")

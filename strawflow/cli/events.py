@@ -1,0 +1,43 @@
+"""`strawflow events`: the event log of a run."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from strawflow.cli.options import JsonFlag, RunArgument, opened
+
+
+def events(
+    run: RunArgument,
+    limit: Annotated[int, typer.Option(min=1, help="How many, newest first.")] = 50,
+    name: Annotated[str, typer.Option(help="Only names that start so, e.g. `unit.`.")] = "",
+    as_json: JsonFlag = False,
+) -> None:
+    """Show what happened, newest first."""
+    import json
+
+    from strawflow.cli import output
+    from strawflow.index import events as index_events
+
+    with opened(run) as found, found.index.read() as connection:
+        rows = index_events.latest(connection, limit=limit, name_prefix=name)
+    if as_json:
+        output.print_json(rows)
+        return
+    output.print_table(
+        ("id", "at", "event", "session", "unit", "facts"),
+        [
+            (
+                r["event_id"],
+                r["at"],
+                r["name"],
+                r["session_id"],
+                r["unit_id"],
+                output.clipped(json.dumps(r["facts"]), 90),
+            )
+            for r in rows
+        ],
+        empty="no events",
+    )

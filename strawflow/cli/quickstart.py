@@ -1,0 +1,37 @@
+"""`strawflow quickstart`: the whole loop on one machine, from nothing to a plot."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from strawflow.cli.options import JsonFlag, run_folder
+from strawflow.cli.worker import json_arguments, replace_by_worker
+
+
+def quickstart(
+    seed: Annotated[int, typer.Option(min=0, help="Seeds model, prompts and sampling.")] = 0,
+    steps: Annotated[
+        int | None,
+        typer.Option(min=1, help="Reinforcement-learning steps; the task's own number if left out."),
+    ] = None,
+    run: Annotated[
+        str, typer.Option(metavar="RUN", help="Folder of the run, or a name under ./runs/.")
+    ] = "quickstart",
+    task: Annotated[str | None, typer.Option(help="Procedural task of reasoning-gym to learn.")] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Remove a run that is there.")] = False,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads of the trainer.")] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Make a small model and watch it learn a real task, with every byte of the run durable."""
+    arguments = ["--seed", str(seed), "--run", str(run_folder(run).resolve())]
+    if steps is not None:
+        arguments += ["--steps", str(steps)]
+    if task is not None:
+        arguments += ["--task", task]
+    if threads is not None:
+        arguments += ["--threads", str(threads)]
+    if fresh:
+        arguments.append("--fresh")
+    replace_by_worker("quickstart", [*arguments, *json_arguments(as_json)])

@@ -1,0 +1,164 @@
+"""`strawflow run`: create runs and list them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from strawflow.cli.fields import commented_toml, field_helps, split_field_flags
+from strawflow.cli.options import RUNS_FOLDER, JsonFlag, run_folder
+
+if TYPE_CHECKING:
+    from strawflow.config import RunConfig
+
+app = typer.Typer(help="Create runs and list them.", no_args_is_help=True)
+
+_FLAGS = "strawflow.field_flags"
+
+
+class CreateCommand(TyperCommand):
+    """`run create`, which also takes every configuration field as a flag and lists them in its help."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        flags, rest = split_field_flags(args)
+        ctx.meta[_FLAGS] = flags
+        return super().parse_args(ctx, rest)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        super().format_help(ctx, formatter)
+        formatter.write(
+            "\nConfiguration fields: a flag --section.field, a variable STRAWFLOW_SECTION_FIELD, "
+            "or a TOML [section].\n\n"
+        )
+        for field in field_helps():
+            formatter.write(f"  --{field.name} <{field.kind}>  [default: {_shown(field.default)}]\n")
+            if field.doc:
+                formatter.write(f"      {field.doc}\n")
+
+
+@app.command(cls=CreateCommand)
+def create(
+    ctx: typer.Context,
+    run: Annotated[
+        str | None, typer.Argument(metavar="RUN", help="Folder to create; a bare name is made under ./runs/.")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="TOML file of the run; flags and variables beat it.")
+    ] = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Remove a run that is there, with all it holds.")
+    ] = False,
+    print_config: Annotated[
+        bool,
+        typer.Option("--print-config", help="Print a TOML file with every field at its default, and stop."),
+    ] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Create a run: its folder, its index, its configuration. Takes every field as --section.field VALUE."""
+    from strawflow.cli import output
+    from strawflow.config import load_config
+    from strawflow.errors import InvalidInputError
+    from strawflow.flow.run import create_run
+
+    if print_config:
+        if as_json:
+            output.print_json(
+                [
+                    {
+                        "name": f.name,
+                        "kind": f.kind,
+                        "default": f.default,
+                        "variable": f.variable,
+                        "doc": f.doc,
+                    }
+                    for f in field_helps()
+                ]
+            )
+        else:
+            print(commented_toml(), end="")
+        return
+    if run is None:
+        raise InvalidInputError("name the run to create: strawflow run create RUN")
+    resolved = load_config(config, flags=ctx.meta[_FLAGS], environ=os.environ)
+    made = create_run(run_folder(run), resolved, fresh=fresh)
+    steps = next_steps(run, resolved)
+    if as_json:
+        shown = resolved.model_dump(mode="json")
+        index_url = made.index.shown_url
+        output.print_json({"root": made.root, "index_url": index_url, "config": shown, "next": steps})
+    else:
+        print(f"created {made.root}")
+        print("next:")
+        for step in steps:
+            print(f"  {step}")
+    made.close()
+
+
+@app.command("list")
+def list_runs(
+    folder: Annotated[Path, typer.Argument(help="Where the runs lie.")] = RUNS_FOLDER,
+    as_json: JsonFlag = False,
+) -> None:
+    """List the runs of a folder with where they stand."""
+    from strawflow.cli import output
+
+    rows = [_standing(path.parent) for path in sorted(folder.glob("*/config.json"))]
+    if as_json:
+        output.print_json(rows)
+        return
+    names = ("name", "stage", "position", "planned", "total", "live_sessions", "problem")
+    output.print_table(names, [[r[name] for name in names] for r in rows], empty=f"no runs in {folder}")
+
+
+def next_steps(run: str, config: RunConfig) -> list[str]:
+    """Return the commands that come after creating a run, in order."""
+    steps = []
+    wanted = (
+        ("prompts", config.data.prompts, True),
+        ("demonstrations", config.data.demonstrations, config.warm_start.steps > 0),
+        ("held_out", config.data.held_out, False),
+    )
+    for dataset, path, is_needed in wanted:
+        if path or is_needed:
+            steps.append(f"strawflow enqueue {run} {path or 'FILE'} --dataset {dataset}")
+    return [*steps, f"strawflow resume {run}", f"strawflow status {run} --watch"]
+
+
+def _standing(root: Path) -> dict[str, Any]:
+    """Return a run's line in the list; a run that cannot be opened is shown with the reason, not left out."""
+    from strawflow.errors import StrawflowError
+    from strawflow.flow.run import open_run
+    from strawflow.flow.status import standing
+
+    row: dict[str, Any] = {"name": root.name, "root": str(root)}
+    try:
+        run = open_run(root)
+    except StrawflowError as error:
+        empty = dict.fromkeys(("stage", "position", "trained", "planned", "total", "live_sessions"))
+        return {**row, **empty, "problem": str(error)}
+    try:
+        progress, live = standing(run)
+    finally:
+        run.close()
+    return {
+        **row,
+        "stage": progress.stage,
+        "position": progress.position,
+        "trained": progress.trained,
+        "planned": progress.planned,
+        "total": progress.total,
+        "live_sessions": live,
+        "problem": None,
+    }
+
+
+def _shown(default: Any) -> str:
+    if isinstance(default, tuple | list | dict):
+        return "[]" if isinstance(default, tuple | list) else "{}"
+    if isinstance(default, bool):
+        return str(default).lower()
+    return repr(default) if default == "" else str(default)

@@ -1,0 +1,180 @@
+"""`strawflow status`: where a run stands, for whoever is woken by it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from strawflow.cli.options import JsonFlag, RunArgument, opened
+
+if TYPE_CHECKING:
+    from strawflow.flow.status import RunStatus
+
+
+def status(
+    run: RunArgument,
+    watch: Annotated[bool, typer.Option("--watch", help="Show it again and again until Ctrl-C.")] = False,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks of --watch.")] = 2.0,
+    as_json: JsonFlag = False,
+) -> None:
+    """Show where a run stands: progress, units, failures, workers, engines, weights, checkpoints, disk."""
+    from strawflow.cli import output
+    from strawflow.flow.status import snapshot
+
+    with opened(run) as found:
+        if not watch:
+            seen = snapshot(found)
+            if as_json:
+                output.print_json(seen)
+            else:
+                output.console().print(render(seen))
+        elif as_json:
+            _repeat(interval, lambda: output.print_json(snapshot(found), one_line=True))
+        else:
+            from rich.live import Live
+
+            with Live(render(snapshot(found)), console=output.console(), auto_refresh=False) as live:
+                _repeat(interval, lambda: live.update(render(snapshot(found)), refresh=True))
+
+
+def _repeat(interval: float, show: Any) -> None:
+    import threading
+
+    pause = threading.Event()
+    while True:  # Ctrl-C ends it
+        show()
+        pause.wait(interval)
+
+
+def render(s: RunStatus) -> Any:
+    """Return the snapshot as rich shows it."""
+    from rich.console import Group
+    from rich.text import Text
+
+    parts: list[Any] = [Text(f"{s.name}: {s.progress.stage}", style="bold"), *_lines(s)]
+    parts += [part for part in (_units(s), _sessions(s), _engines(s), _failed(s), _events(s)) if part]
+    return Group(*parts)
+
+
+def _lines(s: RunStatus) -> list[Any]:
+    from rich.text import Text
+
+    from strawflow.cli.output import cell, size
+
+    p = s.progress
+    facts = [
+        ("run", f"{s.root}  (branch {s.branch}, index {s.index_url})"),
+        (
+            "steps",
+            f"{p.trained} trained, {p.planned} planned, {p.position} covered by a checkpoint, of {p.total}"
+            + (f" ({p.warm_start_steps} of them warm start)" if p.warm_start_steps else ""),
+        ),
+    ]
+    if s.last_batch is not None:
+        b = s.last_batch
+        facts.append(
+            (
+                "last batch",
+                f"step {b.step} ({b.objective}): mean reward {cell(b.mean_reward)}, {b.num_sequences} sequences, "
+                f"{b.num_tokens} tokens, staleness up to {b.max_staleness}",
+            )
+        )
+    if s.last_metrics is not None:
+        measured = {k: v for k, v in s.last_metrics.items() if isinstance(v, int | float) and k != "fence"}
+        facts.append(("last step", ", ".join(f"{k} {cell(v)}" for k, v in measured.items())))
+    facts += [
+        (d.dataset_id, f"{d.num_rows} rows in {d.num_segments} segments, {d.num_admitted} admitted")
+        for d in s.datasets
+    ]
+    waiting = ", ".join(f"{count} {purpose}" for purpose, count in sorted(s.offered.items())) or "none"
+    facts.append(("waiting", f"{waiting} (completed groups not planned yet)"))
+    fates = ", ".join(f"{o.num_units} {o.outcome}{' ' + o.reason if o.reason else ''}" for o in s.outcomes)
+    facts.append(("outcomes", fates or "none yet"))
+    newest = s.newest_weights
+    facts.append(
+        ("weights", "none published" if newest is None else f"{newest.version_id} ({newest.created_at})")
+    )
+    last = s.checkpoints[-1] if s.checkpoints else None
+    facts.append(
+        (
+            "checkpoints",
+            "none"
+            if last is None
+            else f"{len(s.checkpoints)}, newest {last.checkpoint_id} ({last.created_at})",
+        )
+    )
+    facts.append(("disk", ", ".join(f"{name} {size(used)}" for name, used in s.disk_bytes.items())))
+    return [Text.assemble((f"{name:<12} ", "dim"), value) for name, value in facts]
+
+
+def _units(s: RunStatus) -> Any:
+    from strawflow.cli.output import table
+
+    if not s.units:
+        return "no units admitted yet"
+    states = ("ready", "leased", "completed", "failed")
+    counts = {(u.purpose, u.state): u.num_units for u in s.units}
+    purposes = sorted({u.purpose for u in s.units})
+    return table(
+        ("units", *states),
+        [(purpose, *(counts.get((purpose, state), 0) for state in states)) for purpose in purposes],
+    )
+
+
+def _sessions(s: RunStatus) -> Any:
+    from strawflow.cli.output import table
+
+    if not s.sessions:
+        return (
+            f"no live worker; `strawflow resume {s.root}` starts them"
+            if s.progress.stage != "finished"
+            else None
+        )
+    roles: dict[str | None, list[str]] = {}
+    for r in s.roles:
+        roles.setdefault(r.session_id, []).append(f"{r.role} (fence {r.fence})")
+    return table(
+        ("live worker", "host", "pid", "lease", "roles"),
+        [
+            (
+                x.session_id,
+                x.host,
+                x.pid,
+                f"expires in {x.expires_in_s:.0f} s"
+                if x.expires_in_s > 0
+                else f"EXPIRED {-x.expires_in_s:.0f} s ago",
+                ", ".join(roles.get(x.session_id, [])),
+            )
+            for x in s.sessions
+        ],
+    )
+
+
+def _engines(s: RunStatus) -> Any:
+    from strawflow.cli.output import table
+
+    newest = None if s.newest_weights is None else s.newest_weights.version_id
+    return s.engines and table(
+        ("engine", "url", "build", "serves", "newest", "reported at"),
+        [
+            (e.engine_id, e.url, e.build, e.version_id or "nothing yet", e.version_id == newest, e.updated_at)
+            for e in s.engines
+        ],
+    )
+
+
+def _failed(s: RunStatus) -> Any:
+    from strawflow.cli.output import clipped, table
+
+    rows = [(u.unit_id, u.purpose, u.attempts, clipped(u.last_error, 110)) for u in s.failed]
+    return rows and table((f"failed ({s.num_failed})", "purpose", "attempts", "last error"), rows)
+
+
+def _events(s: RunStatus) -> Any:
+    import json
+
+    from strawflow.cli.output import clipped, table
+
+    rows = [(e["at"], e["name"], e["unit_id"], clipped(json.dumps(e["facts"]), 90)) for e in s.events]
+    return rows and table(("last events", "event", "unit", "facts"), rows)

@@ -1,0 +1,143 @@
+"""`strawflow unit`: the prompt groups of a run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from strawflow.cli.options import JsonFlag, RunArgument, opened
+
+if TYPE_CHECKING:
+    from strawflow.flow.status import UnitDetail
+
+app = typer.Typer(help="List prompt groups, open one, or offer failed ones again.", no_args_is_help=True)
+
+StateName = Literal["ready", "leased", "completed", "failed"]
+
+
+@app.command("list")
+def list_units(
+    run: RunArgument,
+    state: Annotated[StateName | None, typer.Option(help="Only units in this state.")] = None,
+    limit: Annotated[int, typer.Option(min=1, help="How many at most, in order of admission.")] = 100,
+    as_json: JsonFlag = False,
+) -> None:
+    """List units."""
+    from strawflow.cli import output
+    from strawflow.index import units
+    from strawflow.states import UnitState
+
+    with opened(run) as found, found.index.read() as connection:
+        wanted = None if state is None else UnitState(state)
+        listed = units.listed(connection, found.branch, state=wanted, limit=limit)
+    if as_json:
+        output.print_json(listed)
+        return
+    output.print_table(
+        (
+            "unit",
+            "purpose",
+            "profile",
+            "epoch",
+            "position",
+            "state",
+            "attempts",
+            "reward",
+            "tokens",
+            "last error",
+        ),
+        [
+            (
+                u.unit_id,
+                u.purpose,
+                u.profile,
+                u.epoch,
+                u.position,
+                u.state,
+                u.attempts,
+                u.mean_reward,
+                u.num_tokens,
+                output.clipped(u.last_error, 60),
+            )
+            for u in listed
+        ],
+        empty="no such units",
+    )
+    if len(listed) == limit:
+        print(f"the first {limit}; --limit shows more")
+
+
+@app.command()
+def show(
+    run: RunArgument, unit: Annotated[int, typer.Argument(help="Id of the unit.")], as_json: JsonFlag = False
+) -> None:
+    """Open one unit: its prompt, its accepted trajectories, what became of it, its events."""
+    from strawflow.cli import output
+    from strawflow.flow.status import unit_detail
+
+    with opened(run) as found:
+        detail = unit_detail(found, unit)
+    if as_json:
+        output.print_json(detail)
+    else:
+        _print(detail)
+
+
+@app.command()
+def retry(
+    run: RunArgument,
+    unit: Annotated[
+        int | None, typer.Argument(help="Id of a failed unit; every failed unit if left out.")
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Offer failed units again with fresh attempts; one already recorded as dropped stays dropped."""
+    from strawflow.cli import output
+    from strawflow.flow.retry import retry_failed, retry_unit
+
+    with opened(run) as found:
+        retried = retry_failed(found) if unit is None else [retry_unit(found, unit).unit_id]
+    if as_json:
+        output.print_json({"retried": retried})
+    else:
+        print(f"{len(retried)} units are ready again" if retried else "no failed unit to retry")
+
+
+def _print(detail: UnitDetail) -> None:
+    from strawflow.cli import output
+
+    u = detail.unit
+    print(
+        f"unit {u.unit_id}: {u.purpose}, {u.state}, fence {u.fence}, {u.attempts} attempts, {u.crashes} crashes, "
+        f"epoch {u.epoch}, row {u.position} of segment {u.segment_id}"
+    )
+    if u.session_id:
+        print(f"leased to {u.session_id}")
+    if u.last_error:
+        print(f"last error: {u.last_error}")
+    print(f"prompt: {output.clipped(detail.prompt['prompt'], 300)}")
+    print(f"label: {output.clipped(detail.prompt['label'], 120) or '-'}")
+    print(f"from {detail.prompt['source']}, line {detail.prompt['source_line']}")
+    for fate in detail.fates:
+        where = "" if fate["step"] is None else f" in step {fate['step']}"
+        print(
+            f"{fate['consumer']}: {fate['outcome']}{where}{': ' + fate['reason'] if fate['reason'] else ''}"
+        )
+    output.print_table(
+        ("member", "status", "reward", "tokens", "finish", "response or failure"),
+        [
+            (
+                m["member"],
+                m["status"],
+                m["reward"],
+                m["num_response_tokens"],
+                m["finish_reason"],
+                output.clipped(m["failure"] or m["response_text"], 80),
+            )
+            for m in detail.members
+        ],
+        empty="no accepted trajectories",
+    )
+    for event in detail.events:
+        print(f"{event['at']}  {event['name']}  {event['session_id'] or ''}")

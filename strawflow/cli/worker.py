@@ -1,0 +1,100 @@
+"""Starting workers: this process is replaced by the worker, so signals and the exit code are the worker's own.
+
+It never imports the workers; it looks whether they and what they need are installed, and says which extra is missing.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import typer
+
+from strawflow.cli.options import JsonFlag, RunArgument, run_folder
+
+ENTRY = "strawflow_workers.entry"
+
+NEEDS: dict[str, tuple[tuple[str, str], ...]] = {
+    "rollout": (("aiohttp", "rollout"),),
+    "assemble": (),
+    "train": (("torch", "trainer"), ("megatron.core", "trainer")),
+    "supervise": (("torch", "trainer"), ("megatron.core", "trainer")),
+    "replay": (("torch", "trainer"), ("megatron.core", "trainer")),
+    "quickstart": (
+        ("torch", "trainer"),
+        ("megatron.core", "trainer"),
+        ("sglang", "rollout"),
+        ("reasoning_gym", "rollout"),
+    ),
+}
+"""Per verb: modules that must be there, and the extra that brings each."""
+
+app = typer.Typer(help="Run one worker of a run in this process.", no_args_is_help=True)
+
+
+def replace_by_worker(verb: str, arguments: Sequence[str]) -> NoReturn:
+    """Turn this process into `python -m strawflow_workers.entry VERB ...`.
+
+    Raises:
+        ConfigError: the workers, or what this one needs, are not installed.
+    """
+    _require("strawflow_workers", "rollout,trainer", verb)
+    for module, extra in NEEDS[verb]:
+        _require(module, extra, verb)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(sys.executable, [sys.executable, "-m", ENTRY, verb, *arguments])
+
+
+def existing_run(run: str) -> Path:
+    """Return the absolute folder of a run that exists.
+
+    Raises:
+        NotFoundError: there is none.
+    """
+    from strawflow.errors import NotFoundError
+
+    folder = run_folder(run).resolve()
+    # What flow.run.is_run asks, without loading the index for it.
+    if not (folder / "config.json").exists():
+        raise NotFoundError(f"{folder} is no run: it has no config.json; see `strawflow run list`")
+    return folder
+
+
+def json_arguments(as_json: bool) -> list[str]:
+    return ["--json"] if as_json else []
+
+
+def _require(module: str, extra: str, verb: str) -> None:
+    from strawflow.errors import ConfigError
+
+    try:
+        found = importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # the parent package of a dotted name is missing
+        found = False
+    if not found:
+        raise ConfigError(
+            f"{verb} needs {module}, which is not installed; install it with pip install 'strawflow[{extra}]'"
+        )
+
+
+@app.command()
+def rollout(run: RunArgument, as_json: JsonFlag = False) -> None:
+    """Lease prompt groups, generate with an engine, score, store the trajectories."""
+    replace_by_worker("rollout", [str(existing_run(run)), *json_arguments(as_json)])
+
+
+@app.command()
+def assemble(run: RunArgument, as_json: JsonFlag = False) -> None:
+    """Plan batches from completed groups."""
+    replace_by_worker("assemble", [str(existing_run(run)), *json_arguments(as_json)])
+
+
+@app.command()
+def train(run: RunArgument, as_json: JsonFlag = False) -> None:
+    """Train planned batches in order, checkpoint, publish weights."""
+    replace_by_worker("train", [str(existing_run(run)), *json_arguments(as_json)])

@@ -1,0 +1,67 @@
+"""Invariants of a run, checked from outside: what the promises say must hold at any instant and at the end.
+
+Each function raises AssertionError with what it found; tests call them after every kill.
+"""
+
+from __future__ import annotations
+
+from strawflow.flow import consume, history
+from strawflow.flow.run import Run
+from strawflow.index import consumers, units
+from strawflow.index.batches import Batch
+from strawflow.packs.reader import PackReader
+from strawflow.states import UnitState
+
+
+def check_exactly_once(run: Run, *, finished: bool) -> dict[int, str]:
+    """Promise P1: no unit has two fates; at the end every admitted unit of a planned step has one.
+
+    Returns {unit id: outcome} over all batches and drops. The primary key forbids two assignments; this also reads the
+    packed rows themselves and finds each trained (unit, member) in exactly one place.
+    """
+    fates: dict[int, str] = {}
+    with run.index.read() as connection:
+        assigned = consumers.assignments_of(connection, run.branch, run.consumer)
+        open_units = [
+            u
+            for u in units.listed(connection, run.branch, limit=1_000_000)
+            if u.purpose != "eval" and u.unit_id not in {a.unit_id for a in assigned}
+        ]
+    for assignment in assigned:
+        assert assignment.unit_id not in fates, f"unit {assignment.unit_id} has two fates"
+        fates[assignment.unit_id] = assignment.outcome
+    check_packed_once(run, fates)
+    if finished:
+        waiting = [u.unit_id for u in open_units if u.state is not UnitState.FAILED]
+        assert not waiting, f"the run is finished, yet units {waiting[:10]} were neither trained nor dropped"
+    return fates
+
+
+def check_packed_once(run: Run, fates: dict[int, str]) -> None:
+    """Every member of the packed rows belongs to a unit assigned as trained and lies in one batch only."""
+    reader = PackReader(run.root)
+    seen: dict[tuple[int, int, int], int] = {}
+    for batch in history.batches(run):
+        for _, rows in consume.read_batch(run, reader, batch):
+            for row in rows.select(["unit_id", "member", "segment"]).to_pylist():
+                key = (row["unit_id"], row["member"], row["segment"])
+                assert key not in seen, f"member {key} lies in the batches of steps {seen[key]} and {batch.step}"
+                seen[key] = batch.step
+                assert fates.get(row["unit_id"]) == "trained", f"packed unit {row['unit_id']} is not assigned"
+    reader.close()
+    missing = {u for u, outcome in fates.items() if outcome == "trained"} - {key[0] for key in seen}
+    assert not missing, f"units {sorted(missing)[:10]} are assigned as trained but lie in no batch"
+
+
+def check_batches_unchanged(before: dict[int, str], run: Run) -> dict[int, str]:
+    """Promise P2: a planned batch keeps its step and its digest for ever; returns {step: digest} now."""
+    now = batch_digests(history.batches(run))
+    changed = {step for step, digest in before.items() if now.get(step) != digest}
+    assert not changed, f"the batches of steps {sorted(changed)} were replaced"
+    steps = sorted(now)
+    assert steps == list(range(1, len(steps) + 1)), f"steps are not contiguous: {steps}"
+    return now
+
+
+def batch_digests(batches: list[Batch]) -> dict[int, str]:
+    return {batch.step: batch.digest for batch in batches}

@@ -1,0 +1,181 @@
+"""A small run under a supervisor in a process of its own, and ways to kill its parts."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from strawflow.config import RunConfig
+from strawflow.flow.enqueue import EnqueueRequest, enqueue
+from strawflow.flow.run import Run, create_run, open_run
+from strawflow.flow.session import WorkerSession
+from strawflow.prompts.row import PromptKeys
+from strawflow.prompts.source import PromptSource
+from strawflow.testing.invariants import check_batches_unchanged, check_exactly_once
+from strawflow_workers.quickstart.model import make_model
+from strawflow_workers.trainer.replay import replay
+
+WORDS = [a + b + c for a in "bcdfg" for b in "aeiou" for c in "lmnrst"]
+
+
+def make_run(root: Path, *, engine: str, steps: int, seed: int, **rollout: object) -> Run:
+    """Create a run with a tiny model, demonstrations and prompts; rewards come from an exact match."""
+    config = RunConfig.model_validate(
+        {
+            "run": {"seed": seed},
+            "model": {"path": "model"},
+            "warm_start": {"steps": 2, "prompts_per_step": 4},
+            "rollout": {
+                "engine": engine,
+                "prompts_per_step": 4,
+                "samples_per_prompt": 4,
+                "max_response_tokens": 6,
+                "units_in_flight": 4,
+                "reward": "tests.fault.rewards:even_share",
+                "reward_shape": "raw",
+                **rollout,
+            },
+            "trainer": {"steps": steps, "checkpoint_interval": 3, "lr": 1e-3},
+            "lease": {"ttl_s": 6.0, "heartbeat_s": 1.0, "margin_s": 2.0, "grace_s": 0.5},
+        }
+    )
+    run = create_run(root, config)
+    make_model(run.model_path, seed=seed, phrases=[], preset="tiny")
+    path = root / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"{w}\n", "label": w[::-1]}) + "\n" for w in WORDS))
+    with WorkerSession(run, "enqueue") as session:
+        for dataset_id, purpose, part in (
+            ("demonstrations", "demo", "[:40]"),
+            ("prompts", "train", "[40:]"),
+        ):
+            source = PromptSource.parse(f"{path}@{part}")
+            enqueue(session, EnqueueRequest(dataset_id, purpose, source, PromptKeys("prompt", "label")))
+    return run
+
+
+class SupervisedRun:
+    """The supervisor as a child process; `kill` takes down a part of the run with SIGKILL."""
+
+    def __init__(self, root: Path, *, fault: str = "") -> None:
+        self.root, self.fault = root, fault
+        self.process: subprocess.Popen[bytes] | None = None
+        self.num_kills: dict[str, int] = {}
+
+    def start(self) -> None:
+        environment = {**os.environ, "STRAWFLOW_FAULT": self.fault} if self.fault else dict(os.environ)
+        environment["PYTHONPATH"] = os.pathsep.join(
+            [str(Path(__file__).parents[2]), environment.get("PYTHONPATH", "")]
+        )
+        with (self.root / "supervisor.log").open("ab") as sink:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "strawflow_workers.entry", "supervise", str(self.root)],
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+                env=environment,
+            )
+
+    def is_running(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    def kill(self, what: str) -> bool:
+        """SIGKILL a part: train, assemble, rollout, engine or everything; False when it is not running just now."""
+        assert self.process is not None
+        if what == "everything":
+            self.process.kill()
+            self.process.wait()
+            wait_until(lambda: not processes_of(self.root), seconds=10, what="children to die with the supervisor")
+        else:
+            pids = [pid for pid, kind in processes_of(self.root).items() if kind == what]
+            if not pids:
+                return False
+            os.kill(pids[0], signal.SIGKILL)
+        self.num_kills[what] = self.num_kills.get(what, 0) + 1
+        return True
+
+    def finish(self, *, seconds: float) -> None:
+        assert self.process is not None
+        code = self.process.wait(timeout=seconds)
+        log = (self.root / "supervisor.log").read_text(errors="replace")
+        assert code == 0, f"the run ended with code {code}:\n{log[-4000:]}"
+
+
+def processes_of(root: Path) -> dict[int, str]:
+    """Return {pid: part} of the workers and engines of a run; zombies do not count."""
+    found: dict[int, str] = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if state == "Z" or not any(str(root) in word for word in words):
+            continue
+        if "strawflow.testing.fake_engine" in words or "sglang.launch_server" in words:
+            found[int(entry.name)] = "engine"
+        elif "strawflow_workers.entry" in words:
+            kind = words[words.index("strawflow_workers.entry") + 1]
+            if kind != "supervise":
+                found[int(entry.name)] = kind
+    return found
+
+
+def wait_until(condition: Callable[[], bool], *, seconds: float, what: str) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
+        time.sleep(0.02)
+
+
+def campaign(
+    supervised: SupervisedRun, parts: list[str], *, seed: int, gap_s: tuple[float, float], seconds: float
+) -> dict[int, str]:
+    """Kill the named parts in order at random instants, restarting the supervisor; check the promises after each kill.
+
+    Returns the last seen {step: batch digest}.
+    """
+    rng = random.Random(seed)
+    deadline = time.monotonic() + seconds
+    digests: dict[int, str] = {}
+    supervised.start()
+    for part in parts:
+        due = time.monotonic() + rng.uniform(*gap_s)
+        while time.monotonic() < due or not supervised.kill(part):
+            assert time.monotonic() < deadline, f"no {part} to kill within {seconds} s"
+            if not supervised.is_running():
+                return digests  # the run was faster than the campaign; the caller counts the kills
+            time.sleep(0.02)
+        if not supervised.is_running():
+            supervised.start()
+        run = open_run(supervised.root)
+        digests = check_batches_unchanged(digests, run)
+        check_exactly_once(run, finished=False)
+        run.close()
+    return digests
+
+
+def check_finished(root: Path, digests: dict[int, str]) -> None:
+    """Check the promises at the end, and that an uninterrupted replay of the store ends at the same weights."""
+    run = open_run(root)
+    assert not processes_of(root), "processes of the run are left"
+    check_batches_unchanged(digests, run)
+    fates = check_exactly_once(run, finished=True)
+    assert "trained" in fates.values()
+    config = run.config
+    planned = config.warm_start.steps * config.warm_start.prompts_per_step
+    planned += config.trainer.steps * config.rollout.prompts_per_step
+    assert len(fates) >= planned
+    steps = list(replay(run))
+    assert [s.step for s in steps] == list(range(1, config.total_steps + 1))
+    different = [s for s in steps if not s.is_equal]
+    assert not different, f"replay differs from the run: {different[:3]}"
+    assert steps[-1].state_equal is True, "the last step has no checkpoint to compare with"
+    run.close()

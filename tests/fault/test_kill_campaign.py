@@ -1,0 +1,56 @@
+"""Promises P1 and P2 under SIGKILL: workers, engine, trainer at named instants, everything at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.fault.kill_run import SupervisedRun, campaign, check_finished, make_run
+
+PARTS = ["rollout", "engine", "train", "everything", "assemble"]
+
+
+def test_twenty_kills_at_random_instants_lose_and_repeat_nothing(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    make_run(root, engine="fake", steps=60, seed=1, engine_options={"delay-s": "0.05"}).close()
+    supervised = SupervisedRun(root)
+    digests = campaign(supervised, PARTS * 4, seed=1, gap_s=(0.2, 4.0), seconds=240)
+    assert sum(supervised.num_kills.values()) == 20
+    supervised.finish(seconds=120)
+    check_finished(root, digests)
+
+
+@pytest.mark.parametrize(
+    "point",
+    [
+        "trainer.after_step:4",
+        "checkpoint.after_files:2",
+        "checkpoint.after_commit:2",
+        "weights.after_files:3",
+        "weights.after_commit:3",
+        "rollout.after_claim:2",
+        "rollout.before_complete:3",
+        "commit.before:3",
+        "commit.after:3",
+        "assemble.before_plan:4",
+    ],
+)
+@pytest.mark.long
+def test_a_worker_killed_at_a_named_instant_every_life_changes_nothing(tmp_path: Path, point: str) -> None:
+    root = tmp_path / "run"
+    make_run(root, engine="fake", steps=8, seed=2).close()
+    supervised = SupervisedRun(root, fault=point)
+    supervised.start()
+    supervised.finish(seconds=200)
+    check_finished(root, {})
+
+
+def test_the_trainer_killed_between_step_and_checkpoint_replays_the_same_batches(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    make_run(root, engine="fake", steps=6, seed=3).close()
+    supervised = SupervisedRun(root, fault="checkpoint.after_files:2")
+    supervised.start()
+    supervised.finish(seconds=200)
+    assert list((root / "logs").glob("train-2.log")), "the trainer was never killed"
+    check_finished(root, {})
