@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from strawflow.cli.group import QuickGroup
 from strawflow.cli.options import JsonFlag, RunArgument, opened
 
 if TYPE_CHECKING:
     from strawflow.flow.status import BatchDetail
 
-app = typer.Typer(help="List batches, or open one.", no_args_is_help=True)
+app = typer.Typer(cls=QuickGroup, help="List batches, or open one.", no_args_is_help=True)
 
 
 @app.command("list")

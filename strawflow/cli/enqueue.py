@@ -72,8 +72,12 @@ def enqueue(
             on_bad_row=policy,
             reject_path=rejects if policy == "skip" else None,
         )
-        with WorkerSession(found, "enqueue") as session:
+        session = WorkerSession(found, "enqueue")
+        try:
             report = enqueue_file(session, request)
+        finally:
+            # Ended after a refusal too: nothing it appended is named, and nobody should wait for its expiry.
+            session.end()
     if as_json:
         output.print_json(report)
         return

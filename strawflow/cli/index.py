@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import typer
 
+from strawflow.cli.group import QuickGroup
 from strawflow.cli.options import JsonFlag, RunArgument, opened, run_folder
 
-app = typer.Typer(help="Upgrade or check the index of a run.", no_args_is_help=True)
+app = typer.Typer(cls=QuickGroup, help="Upgrade or check the index of a run.", no_args_is_help=True)
 
 
 @app.command()

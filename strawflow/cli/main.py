@@ -17,11 +17,13 @@ import typer
 
 import strawflow
 from strawflow.cli import batch, enqueue, events, index, quickstart, replay, resume, run, status, unit, worker
+from strawflow.cli.group import QuickGroup
 from strawflow.cli.output import print_error, print_json
 from strawflow.errors import InvalidInputError, StrawflowError
 
 app = typer.Typer(
     name="strawflow",
+    cls=QuickGroup,
     help="Durable data plane and workflow engine of LLM reinforcement-learning post-training.",
     no_args_is_help=True,
     add_completion=False,

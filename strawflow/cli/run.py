@@ -10,12 +10,13 @@ import typer
 from typer.core import TyperCommand
 
 from strawflow.cli.fields import commented_toml, field_helps, split_field_flags
+from strawflow.cli.group import QuickGroup
 from strawflow.cli.options import RUNS_FOLDER, JsonFlag, run_folder
 
 if TYPE_CHECKING:
     from strawflow.config import RunConfig
 
-app = typer.Typer(help="Create runs and list them.", no_args_is_help=True)
+app = typer.Typer(cls=QuickGroup, help="Create runs and list them.", no_args_is_help=True)
 
 _FLAGS = "strawflow.field_flags"
 

@@ -6,12 +6,15 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from strawflow.cli.group import QuickGroup
 from strawflow.cli.options import JsonFlag, RunArgument, opened
 
 if TYPE_CHECKING:
     from strawflow.flow.status import UnitDetail
 
-app = typer.Typer(help="List prompt groups, open one, or offer failed ones again.", no_args_is_help=True)
+app = typer.Typer(
+    cls=QuickGroup, help="List prompt groups, open one, or offer failed ones again.", no_args_is_help=True
+)
 
 StateName = Literal["ready", "leased", "completed", "failed"]
 

@@ -14,6 +14,7 @@ from typing import NoReturn
 
 import typer
 
+from strawflow.cli.group import QuickGroup
 from strawflow.cli.options import JsonFlag, RunArgument, run_folder
 
 ENTRY = "strawflow_workers.entry"
@@ -33,7 +34,8 @@ NEEDS: dict[str, tuple[tuple[str, str], ...]] = {
 }
 """Per verb: modules that must be there, and the extra that brings each."""
 
-app = typer.Typer(help="Run one worker of a run in this process.", no_args_is_help=True)
+# --json on a worker decides how an error before its start is told; the worker itself logs.
+app = typer.Typer(cls=QuickGroup, help="Run one worker of a run in this process.", no_args_is_help=True)
 
 
 def replace_by_worker(verb: str, arguments: Sequence[str]) -> NoReturn:
@@ -85,16 +87,16 @@ def _require(module: str, extra: str, verb: str) -> None:
 @app.command()
 def rollout(run: RunArgument, as_json: JsonFlag = False) -> None:
     """Lease prompt groups, generate with an engine, score, store the trajectories."""
-    replace_by_worker("rollout", [str(existing_run(run)), *json_arguments(as_json)])
+    replace_by_worker("rollout", [str(existing_run(run))])
 
 
 @app.command()
 def assemble(run: RunArgument, as_json: JsonFlag = False) -> None:
     """Plan batches from completed groups."""
-    replace_by_worker("assemble", [str(existing_run(run)), *json_arguments(as_json)])
+    replace_by_worker("assemble", [str(existing_run(run))])
 
 
 @app.command()
 def train(run: RunArgument, as_json: JsonFlag = False) -> None:
     """Train planned batches in order, checkpoint, publish weights."""
-    replace_by_worker("train", [str(existing_run(run)), *json_arguments(as_json)])
+    replace_by_worker("train", [str(existing_run(run))])

@@ -16,6 +16,10 @@ NOT_SAMPLED = -1
 """token_versions of a token that no weights sampled (a demonstration)."""
 
 
+COMPLETE_SEQ = 1
+"""A unit without saved progress has one guarded write: its completion."""
+
+
 @dataclass(frozen=True)
 class Member:
     """One member of a group: finished, truncated at the token limit, or failed with a reason.

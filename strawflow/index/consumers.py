@@ -288,7 +288,7 @@ def num_offered(connection: Connection, branch_id: str, consumer: str) -> dict[s
         .where(t.offers.c.branch_id == branch_id, t.offers.c.consumer == consumer)
         .group_by(t.units.c.purpose)
     )
-    return dict(rows)
+    return {row[0]: row[1] for row in rows}
 
 
 def roles_listed(connection: Connection, branch_id: str) -> list[tuple[str, int, str | None]]:

@@ -19,7 +19,7 @@ from strawflow.flow.session import WorkerSession
 from strawflow.prompts.row import PromptKeys
 from strawflow.prompts.source import PromptSource
 from strawflow.testing.invariants import check_batches_unchanged, check_exactly_once
-from strawflow_workers.quickstart.model import make_model
+from strawflow_workers.quickstart.model import TINY, make_model
 from strawflow_workers.trainer.replay import replay
 
 WORDS = [a + b + c for a in "bcdfg" for b in "aeiou" for c in "lmnrst"]
@@ -47,7 +47,7 @@ def make_run(root: Path, *, engine: str, steps: int, seed: int, **rollout: objec
         }
     )
     run = create_run(root, config)
-    make_model(run.model_path, seed=seed, phrases=[], preset="tiny")
+    make_model(run.model_path, seed=seed, shape=TINY)
     path = root / "prompts.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"{w}\n", "label": w[::-1]}) + "\n" for w in WORDS))
     with WorkerSession(run, "enqueue") as session:

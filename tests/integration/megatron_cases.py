@@ -1,4 +1,5 @@
-"""What the tests of the Megatron trainer share: tiny Qwen3 checkpoints made by transformers, and packed batches from a seed."""
+"""What the tests of the Megatron trainer share: tiny Qwen3 checkpoints made by transformers, and packed
+batches from a seed."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ GRPO = TrainSettings(objective="grpo", lr=1e-3)
 
 
 def make_hf(directory: Path, *, tied: bool = True, seed: int = 0, **fields: Any) -> Qwen3ForCausalLM:
-    """Write a small Qwen3 with random weights, norms included, as a Hugging Face checkpoint; return the model."""
+    """Write a small Qwen3 with random weights, norms included, as a Hugging Face checkpoint; return the
+    model."""
     torch.manual_seed(seed)
     config = Qwen3Config(
         **{

@@ -1,4 +1,5 @@
-"""Trainer checkpoints: a resumed run equals an uninterrupted one bit for bit, and a damaged checkpoint is refused by name."""
+"""Trainer checkpoints: a resumed run equals an uninterrupted one bit for bit, and a damaged checkpoint is
+refused by name."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ def run_plan(trainer: MegatronTrainer, start: int, saves: Path | None) -> str:
 
 
 def resume_everywhere(directory: Path) -> None:
-    """Run in a new process: resume from each checkpoint with a trainer that knew nothing, print the digests of the ends."""
+    """Run in a new process: resume from each checkpoint with a trainer that knew nothing, print the digests
+    of the ends."""
     found = {}
     for path in sorted(directory.glob("at-*")):
         trainer = MegatronTrainer(directory / "hf", GRPO, seed=77)

@@ -1,4 +1,5 @@
-"""Updates of the Megatron trainer against an independent trainer in plain torch, and what an update must never do."""
+"""Updates of the Megatron trainer against an independent trainer in plain torch, and what an update must
+never do."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from megatron_cases import GRPO, SFT, make_hf, make_pack, make_step
+from megatron_cases import GRPO, SFT, VOCABULARY, make_hf, make_pack, make_step
 from safetensors.torch import load_file
 from strawflow_workers.trainer.batches import MiniBatch, PackedMicroBatch, TrainSettings
 from strawflow_workers.trainer.megatron import MegatronTrainer
@@ -19,7 +20,8 @@ from strawflow.errors import InvalidInputError
 
 
 class PlainTrainer:
-    """The same training told in plain torch: one sequence at a time, torch's AdamW, clip_grad_norm_, explicit warm-up."""
+    """The same training told in plain torch: one sequence at a time, torch's AdamW, clip_grad_norm_, explicit
+    warm-up."""
 
     def __init__(self, model: Qwen3ForCausalLM, settings: TrainSettings) -> None:
         self.model, self.settings, self.updates = model.train(), settings, 0
@@ -233,3 +235,15 @@ def test_a_malformed_pack_is_refused_when_it_is_made(change: dict[str, np.ndarra
     pack = make_pack(np.random.default_rng(0), [4, 5])
     with pytest.raises(InvalidInputError, match=message):
         replace(pack, **change)
+
+
+@pytest.mark.parametrize("token", [-1, VOCABULARY])
+def test_a_token_outside_the_vocabulary_is_refused_even_as_the_last_of_a_sequence(
+    tmp_path: Path, token: int
+) -> None:
+    make_hf(tmp_path / "hf")
+    trainer = MegatronTrainer(tmp_path / "hf", GRPO, seed=1)
+    pack = make_pack(np.random.default_rng(0), [4, 5])
+    pack.tokens[-1] = token
+    with pytest.raises(InvalidInputError, match=f"vocabulary has {VOCABULARY}"):
+        trainer.train_step([MiniBatch((pack,), 4.0)])

@@ -1,4 +1,5 @@
-"""Group-relative advantages: numbers worked by hand, excluded members, and an independent version by statistics."""
+"""Group-relative advantages: numbers worked by hand, excluded members, and an independent version by
+statistics."""
 
 from __future__ import annotations
 

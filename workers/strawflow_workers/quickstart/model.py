@@ -56,10 +56,19 @@ def constant_phrases(prompts: Sequence[str]) -> list[str]:
     """
     if len(set(prompts)) < 2:
         return []
-    prefix = os.path.commonprefix(list(prompts))
+    prefix = _common_beginning(prompts)
     prefix = prefix[: prefix.rfind(" ") + 1]
-    suffix = os.path.commonprefix([prompt[len(prefix) :][::-1] for prompt in prompts])[::-1]
+    suffix = _common_beginning([prompt[len(prefix) :][::-1] for prompt in prompts])[::-1]
     return [phrase for phrase in (prefix, suffix if len(suffix) >= _MIN_SUFFIX_CHARS else "") if phrase]
+
+
+def _common_beginning(texts: Sequence[str]) -> str:
+    # What the first and the last in order share, all between them share too.
+    first, last = min(texts), max(texts)
+    length = next(
+        (place for place, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first)
+    )
+    return first[:length]
 
 
 def make_model(
@@ -137,7 +146,8 @@ def _byte_alphabet() -> list[str]:
 def _save_tokenizer(tokenizer: Tokenizer, folder: Path, shape: ModelShape) -> None:
     from transformers import PreTrainedTokenizerFast
 
-    PreTrainedTokenizerFast(
+    wrapper: Any = PreTrainedTokenizerFast
+    wrapper(
         tokenizer_object=tokenizer,
         pad_token=PAD_TOKEN,
         eos_token=EOS_TOKEN,
@@ -167,7 +177,8 @@ def _save_weights(folder: Path, *, seed: int, vocab_size: int, shape: ModelShape
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(config).float()
+        architecture: Any = Qwen3ForCausalLM
+        model = architecture(config).float()
     model.save_pretrained(str(folder))
 
 

@@ -13,15 +13,12 @@ from typing import Any
 
 from strawflow.config import SamplingProfile
 from strawflow.flow.claim import Grant
-from strawflow.flow.trajectory import Member, UnitResult, failed_member
+from strawflow.flow.trajectory import COMPLETE_SEQ, Member, UnitResult, failed_member
 from strawflow_workers.rollout.engine import ServedEngine
 from strawflow_workers.rollout.rewards.pool import RewardPool
 from strawflow_workers.rollout.rewards.spec import RewardRequest
 from strawflow_workers.rollout.sglang_client import EngineResponseError, GenerateRequest, Generation
 from strawflow_workers.rollout.tokens import PromptTokenizer
-
-COMPLETE_SEQ = 1
-"""A unit without saved progress has one guarded write: its completion."""
 
 
 class UnitGenerator:
@@ -119,31 +116,3 @@ def sampling_params(profile: SamplingProfile, *, num_samples: int) -> dict[str, 
         "top_p": profile.top_p,
         "max_new_tokens": profile.max_response_tokens,
     }
-
-
-def demonstration(grant: Grant, tokenizer: PromptTokenizer) -> UnitResult:
-    """Return a labelled prompt as a finished member: the label's tokens and the end of sequence, sampled by no weights."""
-    label = grant.prompt.label
-    if label is None:
-        member = failed_member(0, "the demonstration has no label")
-    else:
-        tokens = [*tokenizer.encode_text(label), tokenizer.eos_id]
-        member = Member(
-            member=0,
-            status="finished",
-            response_tokens=tokens,
-            logprobs=[0.0] * len(tokens),
-            token_versions=[""] * len(tokens),
-            finish_reason="stop",
-            reward=1.0,
-            response_text=label,
-        )
-    return UnitResult(
-        unit_id=grant.unit_id,
-        fence=grant.fence,
-        seq=COMPLETE_SEQ,
-        prompt_tokens=tokenizer.encode(grant.prompt),
-        members=[member],
-        profile=grant.profile,
-        engine="demonstration",
-    )

@@ -23,8 +23,9 @@ from strawflow.flow.trajectory import UnitResult
 from strawflow.ids import new_id
 from strawflow.index.weights import WeightVersion
 from strawflow_workers.drain import Drain
+from strawflow_workers.rollout.demonstrations import demonstration
 from strawflow_workers.rollout.engine import ServedEngine
-from strawflow_workers.rollout.generate import UnitGenerator, demonstration
+from strawflow_workers.rollout.generate import UnitGenerator
 from strawflow_workers.rollout.rewards.pool import RewardPool
 from strawflow_workers.rollout.rewards.spec import RewardSpec
 from strawflow_workers.rollout.sglang_client import EngineUnavailableError

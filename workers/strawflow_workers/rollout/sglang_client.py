@@ -1,4 +1,275 @@
+"""Speaks SGLang's HTTP API: token ids in; token ids, log-probabilities and weight versions out.
+
+1. A `Generation` is complete or it is an error: the log-probabilities and versions are as long as the tokens, finite, and
+   those of log-softmax(logits / temperature) before truncation (promise P9). Nothing is filled in.
+2. New weights always get a label, and the label is read back before the update counts as done.
+3. `EngineResponseError`: the engine answered, and the answer cannot be used. `EngineUnavailableError`: it did not answer.
+It does not retry, choose engines or know what a unit is; the caller decides what follows an error.
+"""
+
 from __future__ import annotations
 
+import asyncio
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
 
-def refuse_original_logprobs(env): pass
+import aiohttp
+
+from strawflow.errors import ConfigError, EngineError, InvalidInputError
+
+ORIGINAL_LOGPROB_VARIABLE = "SGLANG_RETURN_ORIGINAL_LOGPROB"
+MASKED_LOGPROB = -9000.0
+"""At or below: a placeholder for a value that was never computed, not a probability."""
+MAX_LOGPROB = 1e-4
+"""Above: not a log-probability; up to here it is rounding."""
+
+
+class EngineResponseError(EngineError):
+    """The engine's answer cannot be used; `reason` says what was wrong with it in a few words."""
+
+    kind = "engine_response"
+
+    @property
+    def reason(self) -> str:
+        return self.message
+
+
+class EngineUnavailableError(EngineError):
+    """The engine did not answer: refused, broke off, failed inside or took too long."""
+
+    kind = "engine_unavailable"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateRequest:
+    """One prompt, sampled `num_samples` times."""
+
+    input_ids: Sequence[int]
+    sampling_params: Mapping[str, Any] = field(default_factory=dict)
+    """SGLang's own names: temperature, top_p, top_k, max_new_tokens, stop_token_ids, ..."""
+    rid: str | None = None
+    """Name to abort by. SGLang renames the samples of a request with `num_samples` > 1: those end with abort() of all."""
+    num_samples: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """One sample. The three lists have equal length."""
+
+    output_ids: list[int]
+    logprobs: list[float]
+    """Of each token: log-softmax(logits / temperature), before top-p, top-k and min-p."""
+    weight_versions: list[str]
+    """Of each token: label of the weights that sampled it."""
+    finish_reason: str
+    """"stop", "length" or "abort"."""
+    prompt_tokens: int
+    cached_tokens: int
+
+
+def refuse_original_logprobs(environment: Mapping[str, str]) -> None:
+    """Refuse to work with an engine that would report log-probabilities of the untempered distribution.
+
+    Raises:
+        ConfigError: SGLANG_RETURN_ORIGINAL_LOGPROB is set to anything but "", "0" or "false".
+    """
+    if environment.get(ORIGINAL_LOGPROB_VARIABLE, "").lower() not in ("", "0", "false"):
+        raise ConfigError(
+            f"{ORIGINAL_LOGPROB_VARIABLE} is set: SGLang would leave the temperature out of the log-probabilities, and they "
+            f"would not be those of the policy that sampled; unset it"
+        )
+
+
+class SglangClient:
+    """A client of one server; use as an async context manager, or call `close`.
+
+    max_connections: most requests in flight at once; further calls wait their turn.
+    """
+
+    def __init__(self, url: str, *, max_connections: int = 256, timeout_s: float = 600.0) -> None:
+        self.url = url.rstrip("/")
+        self._max_connections = max_connections
+        self._timeout = aiohttp.ClientTimeout(total=timeout_s)
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> SglangClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connections."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def generate(self, request: GenerateRequest) -> list[Generation]:
+        """Sample one prompt; returns `num_samples` generations.
+
+        All samples of a prompt go in one request: SGLang computes the prompt once and draws them independently.
+
+        Raises:
+            InvalidInputError: several samples with one seed, which would be the same sample.
+            EngineResponseError: the request was refused, or an answer is not complete.
+            EngineUnavailableError: no answer.
+        """
+        if request.num_samples > 1 and request.sampling_params.get("sampling_seed") is not None:
+            raise InvalidInputError("sampling_seed with num_samples > 1 draws the same sample every time; send single requests")
+        body = {
+            "input_ids": list(request.input_ids),
+            "sampling_params": {**request.sampling_params, "n": request.num_samples},
+            "return_logprob": True,
+            "stream": False,
+            **({"rid": request.rid} if request.rid is not None else {}),
+        }
+        answer = await self._call("POST", "/generate", body)
+        samples = answer if isinstance(answer, list) else [answer]
+        if len(samples) != request.num_samples:
+            raise EngineResponseError(f"{len(samples)} samples instead of {request.num_samples}", engine=self.url)
+        return [parse_generation(sample, engine=self.url) for sample in samples]
+
+    async def update_weights_from_disk(self, path: str | Path, version: str) -> None:
+        """Load a Hugging Face checkpoint into the engine under a new label; the KV cache is flushed.
+
+        Raises:
+            EngineResponseError: refused (the old weights stay), or the engine reports another label afterwards.
+            EngineUnavailableError: no answer; which weights it holds is then unknown.
+        """
+        if not version:
+            raise InvalidInputError("weights need a version label: without one the engine keeps the old label on the new weights")
+        body = {"model_path": str(path), "weight_version": version, "flush_cache": True}
+        answer = await self._call("POST", "/update_weights_from_disk", body)
+        if not (isinstance(answer, dict) and answer.get("success") is True):
+            raise EngineResponseError(f"weights were not loaded from {path}: {answer}", engine=self.url, version=version)
+        found = await self.weight_version()
+        if found != version:
+            raise EngineResponseError(
+                f"the engine reports weight version {found!r} after loading {version!r}", engine=self.url
+            )
+
+    async def weight_version(self) -> str:
+        """Return the label of the weights that the engine reports."""
+        version = (await self._call_for_object("GET", "/model_info")).get("weight_version")
+        if not isinstance(version, str):
+            raise EngineResponseError(f"/model_info gives no weight version, but {version!r}", engine=self.url)
+        return version
+
+    async def health(self, *, timeout_s: float = 10.0) -> bool:
+        """Say whether the engine answers its health check; it does not while it starts, is paused or hangs."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                async with self._open().get(f"{self.url}/health") as answer:
+                    return answer.status == 200
+        except (aiohttp.ClientError, TimeoutError):
+            return False
+
+    async def abort(self, rid: str | None = None) -> None:
+        """End one request (started with this `rid` and one sample), or all; they answer with what they have."""
+        await self._call("POST", "/abort_request", {"rid": rid} if rid is not None else {"abort_all": True})
+
+    async def flush_cache(self) -> None:
+        """Empty the KV cache.
+
+        Raises:
+            EngineResponseError: requests are running.
+        """
+        await self._call("POST", "/flush_cache", {})
+
+    async def server_info(self) -> dict[str, Any]:
+        """Return the engine's own description: version, arguments, limits."""
+        return await self._call_for_object("GET", "/server_info")
+
+    def _open(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            connector = aiohttp.TCPConnector(limit=self._max_connections)
+            self._session = aiohttp.ClientSession(connector=connector, timeout=self._timeout)
+        return self._session
+
+    async def _call_for_object(self, method: str, route: str) -> dict[str, Any]:
+        answer = await self._call(method, route, None)
+        if not isinstance(answer, dict):
+            raise EngineResponseError(f"{route} answered {answer!r:.200} instead of an object", engine=self.url)
+        return answer
+
+    async def _call(self, method: str, route: str, body: Mapping[str, Any] | None) -> Any:
+        try:
+            async with self._open().request(method, f"{self.url}{route}", json=body) as answer:
+                status, text = answer.status, await answer.text()
+                content = await answer.json() if answer.content_type == "application/json" and text else text
+        except (aiohttp.ClientError, TimeoutError) as error:
+            reason = str(error) or type(error).__name__
+            raise EngineUnavailableError(f"{route} got no answer: {reason}", engine=self.url) from error
+        except ValueError as error:
+            raise EngineResponseError(f"{route} answered what is not JSON: {error}", engine=self.url) from error
+        if status >= 500:
+            raise EngineUnavailableError(f"{route} failed with HTTP {status}: {text:.500}", engine=self.url)
+        if status >= 400:
+            raise EngineResponseError(f"{route} was refused with HTTP {status}: {text:.500}", engine=self.url)
+        return content
+
+
+def parse_generation(sample: Any, *, engine: str = "") -> Generation:
+    """Turn one element of a /generate answer into a Generation.
+
+    Raises:
+        EngineResponseError: anything is missing, of unequal length or not a number that can be a log-probability.
+    """
+    try:
+        meta = sample["meta_info"]
+        output_ids = [int(token) for token in sample["output_ids"]]
+        finish_reason = meta["finish_reason"]["type"]
+        prompt_tokens, cached_tokens = int(meta["prompt_tokens"]), int(meta.get("cached_tokens", 0))
+    except (KeyError, TypeError, ValueError) as error:
+        raise EngineResponseError(f"the answer lacks a field: {error!r}", engine=engine) from error
+    return Generation(
+        output_ids=output_ids,
+        logprobs=_logprobs(meta, output_ids, engine),
+        weight_versions=_weight_versions(meta, len(output_ids), engine),
+        finish_reason=str(finish_reason),
+        prompt_tokens=prompt_tokens,
+        cached_tokens=cached_tokens,
+    )
+
+
+def _logprobs(meta: Mapping[str, Any], output_ids: list[int], engine: str) -> list[float]:
+    entries = meta.get("output_token_logprobs")
+    if entries is None and output_ids:
+        raise EngineResponseError("the log-probabilities are missing", engine=engine)
+    entries = entries or []
+    if len(entries) != len(output_ids):
+        raise EngineResponseError(f"{len(entries)} log-probabilities for {len(output_ids)} tokens", engine=engine)
+    logprobs = []
+    for place, (entry, token) in enumerate(zip(entries, output_ids, strict=True)):
+        if not isinstance(entry, (list, tuple)) or len(entry) < 2:
+            raise EngineResponseError(f"log-probability {place} is {entry!r} instead of [value, token, ...]", engine=engine)
+        value, of_token = entry[0], entry[1]
+        if of_token != token:
+            raise EngineResponseError(f"log-probability {place} is of token {of_token}, not {token}", engine=engine)
+        if not isinstance(value, (int, float)) or not math.isfinite(value) or not MASKED_LOGPROB < value <= MAX_LOGPROB:
+            raise EngineResponseError(f"log-probability {place} is {value!r}", engine=engine)
+        logprobs.append(float(value))
+    return logprobs
+
+
+def _weight_versions(meta: Mapping[str, Any], num_tokens: int, engine: str) -> list[str]:
+    spans = meta.get("weight_versions")
+    if not spans:
+        version = meta.get("weight_version")
+        if not isinstance(version, str):
+            raise EngineResponseError(f"no weight version, but {version!r}", engine=engine)
+        return [version] * num_tokens
+    versions: list[str] = []
+    for span in spans:
+        if not isinstance(span, dict) or span.get("start") != len(versions) or not isinstance(span.get("version"), str):
+            raise EngineResponseError(f"the weight version spans do not follow one another: {spans!r:.200}", engine=engine)
+        versions += [span["version"]] * (int(span["end"]) - len(versions))
+    if len(versions) != num_tokens:
+        raise EngineResponseError(f"weight version spans of {len(versions)} tokens for {num_tokens}", engine=engine)
+    return versions

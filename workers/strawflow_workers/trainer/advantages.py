@@ -1,7 +1,8 @@
 """Advantages of the members of prompt groups, as pure functions on numpy arrays.
 
 1. One reward for each rollout; excluded members count neither in the baseline nor in the deviation.
-2. A group that gives no signal (all valid rewards equal, or fewer than two valid members) is flagged and gets advantage 0.
+2. A group that gives no signal (all valid rewards equal, or fewer than two valid members) is flagged and gets
+   advantage 0.
 3. A reward that is not a number is refused; it never becomes an advantage.
 4. Nothing here knows of tokens, batches or storage.
 """
@@ -25,8 +26,9 @@ def grpo_advantages(
 
         advantage = (reward - mean) / (deviation + 1e-4)       or, without scale_by_deviation,  reward - mean
 
-    Sources: Shao et al. 2024, "DeepSeekMath", section 4.1.2 (group-relative advantage); Liu et al. 2025, "Understanding
-    R1-Zero-Like Training" (Dr. GRPO), which drops the division because it weighs questions by their spread.
+    Sources: Shao et al. 2024, "DeepSeekMath", section 4.1.2 (group-relative advantage); Liu et al. 2025,
+    "Understanding R1-Zero-Like Training" (Dr. GRPO), which drops the division because it weighs questions by
+    their spread.
 
     Args:
         rewards: [G, n].

@@ -1,9 +1,10 @@
-"""Causal attention over packed sequences, as the core attention of a Megatron layer (thd format), in plain torch.
+"""Causal attention over packed sequences, as the core attention of a Megatron layer (thd format), in plain
+torch.
 
 1. A token attends to itself and to earlier tokens of its own sequence, nothing else.
 2. The arrangement (`Layout`) depends on the boundaries alone; a batch makes it once and all layers share it.
-3. Arranging changes no value: short sequences of like length are padded into one call, long ones go alone, and both give what
-   one call for each sequence gives (up to the kernel's rounding).
+3. Arranging changes no value: short sequences of like length are padded into one call, long ones go alone,
+   and both give what one call for each sequence gives (up to the kernel's rounding).
 4. It knows nothing of position embeddings, parallel ranks beyond this one, or losses.
 """
 
@@ -34,7 +35,8 @@ SMALLEST_CLASS = 16
 
 @dataclass(frozen=True)
 class Layout:
-    """How the T tokens of a pack lie in P slots: the padded rectangles (count, length), one after the other."""
+    """How the T tokens of a pack lie in P slots: the padded rectangles (count, length), one after the
+    other."""
 
     rectangles: tuple[tuple[int, int], ...]
     token_of_slot: Tensor
@@ -80,7 +82,8 @@ def describe(boundaries: npt.NDArray[np.int32], *, device: torch.device) -> Pack
 
 
 def arrange(boundaries: npt.NDArray[np.int32], *, device: torch.device) -> Layout:
-    """Choose rectangles for the sequences: one for each class of like lengths, one alone for each long sequence."""
+    """Choose rectangles for the sequences: one for each class of like lengths, one alone for each long
+    sequence."""
     starts, lengths = boundaries[:-1].astype(np.int64), np.diff(boundaries).astype(np.int64)
     classes: dict[int, list[int]] = {}
     for index, length in enumerate(lengths.tolist()):
@@ -106,7 +109,8 @@ def arrange(boundaries: npt.NDArray[np.int32], *, device: torch.device) -> Layou
 
 
 def _length_class(length: int) -> int:
-    """Return the smallest of 16, 24, 32, 48, 64, 96, ... that is not below: at most half of a row is padding above 16."""
+    """Return the smallest of 16, 24, 32, 48, 64, 96, ... that is not below: at most half of a row is padding
+    above 16."""
     bound = SMALLEST_CLASS
     while bound < length:
         bound = bound * 3 // 2 if bound & (bound - 1) == 0 else bound * 4 // 3
@@ -114,7 +118,8 @@ def _length_class(length: int) -> int:
 
 
 class _ToSlots(torch.autograd.Function):
-    """Spread tokens over slots. Causality keeps gradients of padding slots at zero, so the way back is a plain pick."""
+    """Spread tokens over slots. Causality keeps gradients of padding slots at zero, so the way back is a
+    plain pick."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, layout: Layout) -> Tensor:
@@ -175,7 +180,8 @@ def _attend_rows(query: Tensor, key: Tensor, value: Tensor, *, scale: float | No
 
 
 class PackedCausalAttention(MegatronModule):  # type: ignore[misc]
-    """The `core_attention` of a Megatron layer spec: causal, packed (thd) or batched (sbhd), without dropout."""
+    """The `core_attention` of a Megatron layer spec: causal, packed (thd) or batched (sbhd), without
+    dropout."""
 
     def __init__(
         self, config: Any, *_layer_number_and_types: Any, softmax_scale: float | None = None, **_rest: Any

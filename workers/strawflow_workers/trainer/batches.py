@@ -1,8 +1,9 @@
 """What a trainer is given and what it answers: packed micro-batches, settings of a stage, metrics of a step.
 
-1. Arrays are aligned to tokens: entry t describes the token at t, which the model predicts from the tokens before it. The first
-   token of a sequence is predicted from nothing and never trained.
-2. Parallel arrays have equal length, and whatever is trained is finite; a value that breaks this is refused when it is made.
+1. Arrays are aligned to tokens: entry t describes the token at t, which the model predicts from the tokens
+   before it. The first token of a sequence is predicted from nothing and never trained.
+2. Parallel arrays have equal length, and whatever is trained is finite; a value that breaks this is refused
+   when it is made.
 3. The denominator of an update is given, never counted here: it was planned and stored with the batch.
 4. Importing this module imports numpy only.
 """
@@ -87,7 +88,8 @@ class MiniBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSettings:
-    """Objective and optimizer of one stage of training. Weight decay leaves out one-dimensional parameters (norms, biases)."""
+    """Objective and optimizer of one stage of training. Weight decay leaves out one-dimensional parameters
+    (norms, biases)."""
 
     objective: Objective
     lr: float
@@ -117,7 +119,8 @@ class TrainSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class StepMetrics:
-    """What one training step (all its mini-batches) did. A field that the objective does not define is None."""
+    """What one training step (all its mini-batches) did. A field that the objective does not define is
+    None."""
 
     loss: float | None
     """Mean over the applied updates; None if none was applied."""
@@ -128,14 +131,16 @@ class StepMetrics:
     clip_fraction: float | None
     """Share of trained tokens whose probability ratio lay outside the clipping range."""
     kl: float | None
-    """Mean estimate of KL(rollout policy || trained policy) per trained token, each at the time of its update."""
+    """Mean estimate of KL(rollout policy || trained policy) per trained token, each at the time of its
+    update."""
     logprob_gap_mean: float | None
     """Mean |trainer - rollout| log-probability over the first mini-batch, before its update."""
     logprob_gap_max: float | None
     lr: float
     """Learning rate of the last update."""
     skipped_updates: int
-    """Mini-batches left out because their loss or gradient was not finite; weights and optimizer did not move for them."""
+    """Mini-batches left out because their loss or gradient was not finite; weights and optimizer did not move
+    for them."""
     seconds: float
 
     @property

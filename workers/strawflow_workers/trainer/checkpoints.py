@@ -1,7 +1,9 @@
 """Trainer checkpoints on disk, and directories that appear whole or not at all.
 
-1. A directory is written under a temporary name, synced, and renamed; the final name never shows a part of it. Nothing is replaced.
-2. `manifest.json` is written last and names every other file with its size and xxh3-128 digest; a reader believes nothing else.
+1. A directory is written under a temporary name, synced, and renamed; the final name never shows a part of
+   it. Nothing is replaced.
+2. `manifest.json` is written last and names every other file with its size and xxh3-128 digest; a reader
+   believes nothing else.
 3. Tensors are safetensors, everything else JSON: no pickle, no code.
 4. Each rank owns `rank-NNNNN.*`. What the tensors mean is the trainer's business.
 """
@@ -40,12 +42,14 @@ class RankState:
 
 
 def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
-    """Return the xxh3-128 hex digest over name, type, shape and bytes of each tensor, in order of their names."""
+    """Return the xxh3-128 hex digest over name, type, shape and bytes of each tensor, in order of their
+    names."""
     digest = xxhash.xxh3_128()
     for name in sorted(tensors):
         tensor = tensors[name].detach().cpu().contiguous()
         digest.update(f"{name}\0{str(tensor.dtype).removeprefix('torch.')}\0{list(tensor.shape)}\0".encode())
-        digest.update(tensor.view(-1).view(torch.uint8).numpy())
+        raw: Any = tensor.view(-1).view(torch.uint8).numpy()
+        digest.update(raw)
     return digest.hexdigest()
 
 
@@ -130,7 +134,8 @@ def _describe(path: Path) -> dict[str, Any]:
 def new_directory(final: Path) -> Iterator[Path]:
     """Yield a temporary directory beside `final`; when the block ends well, sync it and rename it to `final`.
 
-    A process killed inside leaves a directory whose name starts with a dot and holds ".partial-"; nothing refers to it.
+    A process killed inside leaves a directory whose name starts with a dot and holds ".partial-"; nothing
+    refers to it.
 
     Raises:
         AlreadyExistsError: `final` exists, now or at the time of the rename.
@@ -145,7 +150,8 @@ def new_directory(final: Path) -> Iterator[Path]:
         for path in partial.iterdir():
             _sync(path)
         _sync(partial)
-        # A rename onto an empty directory would succeed; onto a full one it fails. Either way nothing with content is replaced.
+        # A rename onto an empty directory would succeed; onto a full one it fails. Either way nothing with
+        # content is replaced.
         os.rename(partial, final)
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)

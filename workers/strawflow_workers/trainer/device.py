@@ -1,10 +1,12 @@
 """The device the trainer runs on, and the one place where Megatron's CUDA assumptions are met on a CPU.
 
-Megatron-core says `torch.cuda.current_device()`, `device="cuda"` or `tensor.cuda()` where it means "where the model lives".
-On a machine without CUDA that place is the CPU, and this module makes exactly that substitution; the package is not edited.
+Megatron-core says `torch.cuda.current_device()`, `device="cuda"` or `tensor.cuda()` where it means "where the
+model lives". On a machine without CUDA that place is the CPU, and this module makes exactly that
+substitution; the package is not edited.
 
 1. With CUDA present every function here leaves torch and Megatron as they are.
-2. Substitutions of module functions last for the process; rewriting of device arguments only inside `trainer_device()`.
+2. Substitutions of module functions last for the process; rewriting of device arguments only inside
+   `trainer_device()`.
 3. A substitute does what the CUDA call would do for the CPU, or nothing where program order already gives it.
 4. It knows nothing of models, losses or batches.
 """
@@ -35,15 +37,16 @@ def target() -> torch.device:
 def importing_megatron() -> Iterator[None]:
     """Import Megatron modules inside this block.
 
-    Without CUDA `torch.compile` is a pass-through meanwhile: the fusions Megatron decorates at import would pull
-    in the compiler stack (2-3 s of start-up) and need a C++ tool chain, for code a CPU run does not profit from.
+    Without CUDA `torch.compile` is a pass-through meanwhile: the fusions Megatron decorates at import would
+    pull in the compiler stack (2-3 s of start-up) and need a C++ tool chain, for code a CPU run does not
+    profit from.
     """
     with without_megatron_warnings():
         if torch.cuda.is_available():
             yield
             return
         compile_function = torch.compile
-        torch.compile = _leave_uncompiled
+        torch.compile = _leave_uncompiled  # type: ignore[assignment]
         try:
             yield
         finally:
@@ -52,7 +55,8 @@ def importing_megatron() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_megatron_warnings() -> Iterator[None]:
-    """Silence what Megatron warns of at import and set-up: absent fused kernels, and calls inside itself it deprecates."""
+    """Silence what Megatron warns of at import and set-up: absent fused kernels, and calls inside itself it
+    deprecates."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -65,18 +69,21 @@ def _leave_uncompiled(function: Callable[..., Any] | None = None, **_options: An
 def prepare_process(*, threads: int) -> None:
     """Fix the thread count, choose deterministic kernels and make CUDA calls mean the CPU. Idempotent.
 
-    Floating-point sums depend on how they are split over threads, so equal weights need an equal thread count.
+    Floating-point sums depend on how they are split over threads, so equal weights need an equal thread
+    count.
     """
     torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(True)
-    # The deterministic switch also fills every fresh tensor with NaN; no value read here is ever unwritten, and it is slow.
+    # The deterministic switch also fills every fresh tensor with NaN; no value read here is ever unwritten,
+    # and it is slow.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if not torch.cuda.is_available():
         _substitute_cuda_functions()
 
 
 def join_process_group() -> None:
-    """Join the ranks of this trainer: those a launcher names in the environment, otherwise this process alone.
+    """Join the ranks of this trainer: those a launcher names in the environment, otherwise this process
+    alone.
 
     A lone process uses an in-memory store: no port, no file, so any number of trainers share a host.
     """
@@ -88,7 +95,8 @@ def join_process_group() -> None:
         return
     # Gloo otherwise resolves the host's own name, which fails or waits on machines without DNS.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=store, rank=0, world_size=1)
 
 
 def trainer_device() -> contextlib.AbstractContextManager[Any]:
@@ -154,14 +162,16 @@ class _ProgramOrder:
 def _substitute_cuda_functions() -> None:
     cuda: Any = torch.cuda
     cuda.current_device = lambda: CPU
-    cuda.synchronize = lambda _device=None: None
-    cuda.current_stream = cuda.default_stream = lambda _device=None: _ProgramOrder()
+    cuda.synchronize = lambda *_args, **_kwargs: None
+    cuda.current_stream = cuda.default_stream = _ProgramOrder
     cuda.Stream = cuda.Event = _ProgramOrder
     cuda.stream = lambda _stream: contextlib.nullcontext()
     # Megatron's tracker of CUDA generators follows the CPU's one generator.
     cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(int(seed))
-    cuda.get_rng_state = cuda.random.get_rng_state = lambda _device=None: torch.get_rng_state()
-    cuda.set_rng_state = cuda.random.set_rng_state = lambda state, _device=None: torch.set_rng_state(state)
+    cuda.get_rng_state = cuda.random.get_rng_state = lambda *_args, **_kwargs: torch.get_rng_state()
+    cuda.set_rng_state = cuda.random.set_rng_state = lambda state, *_args, **_kwargs: torch.set_rng_state(
+        state
+    )
     with importing_megatron():
         from megatron.core.tensor_parallel import random as megatron_random
     megatron_random._get_cuda_rng_state = lambda *_args, **_kwargs: torch.get_rng_state()

@@ -1,6 +1,8 @@
-"""One forward pass over a packed micro-batch: what goes in, the log-probabilities that come out, the loss and its statistics.
+"""One forward pass over a packed micro-batch: what goes in, the log-probabilities that come out, the loss and
+its statistics.
 
-1. The last token of a sequence predicts nothing and is not sent through the model; row j of the input predicts one known token.
+1. The last token of a sequence predicts nothing and is not sent through the model; row j of the input
+   predicts one known token.
 2. Logits are divided by the temperature of their sequence before the softmax, as when the token was sampled.
 3. Only rows whose token is trained reach the softmax, so masked entries can hold anything.
 4. It knows nothing of optimizers, checkpoints or where batches come from.
@@ -30,7 +32,8 @@ LOSS, TOKENS, CLIPPED, KL, GAP = range(5)
 
 @dataclass(frozen=True)
 class Prepared:
-    """A micro-batch as the model takes it. n rows of the input are read out: those that predict a wanted token."""
+    """A micro-batch as the model takes it. n rows of the input are read out: those that predict a wanted
+    token."""
 
     tokens: Tensor
     """int64 [1, T - S]"""
@@ -50,7 +53,8 @@ class Prepared:
 
 
 def prepare(batch: PackedMicroBatch, *, device: torch.device, every_token: bool = False) -> Prepared:
-    """Lay out a micro-batch; rows read out are those of trained tokens, or of every token that is predicted."""
+    """Lay out a micro-batch; rows read out are those of trained tokens, or of every token that is
+    predicted."""
     predicts = np.ones(batch.tokens.size, dtype=bool)
     predicts[batch.boundaries[1:] - 1] = False
     targets = np.flatnonzero(predicts) + 1
@@ -88,7 +92,8 @@ def run_model(model: Any, prepared: Prepared) -> Tensor:
 
 
 def token_logprobs(logits: Tensor, prepared: Prepared) -> Tensor:
-    """Return log-softmax(logits / temperature) of the wanted tokens, float32 [n]; right for a split vocabulary too."""
+    """Return log-softmax(logits / temperature) of the wanted tokens, float32 [n]; right for a split
+    vocabulary too."""
     wanted = logits[0].index_select(0, prepared.rows).float()
     if prepared.temperatures is not None:
         wanted = wanted / prepared.temperatures
@@ -99,9 +104,11 @@ def token_logprobs(logits: Tensor, prepared: Prepared) -> Tensor:
 def loss_and_sums(
     logits: Tensor, prepared: Prepared, settings: TrainSettings
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the summed loss (a scalar to differentiate), the vector of sums, and the largest log-probability gap.
+    """Return the summed loss (a scalar to differentiate), the vector of sums, and the largest log-probability
+    gap.
 
-    The sums are float64 [5]: loss, tokens, tokens outside the clipping range, KL estimates, gaps; the last three stay 0 for sft.
+    The sums are float64 [5]: loss, tokens, tokens outside the clipping range, KL estimates, gaps; the last
+    three stay 0 for sft.
     """
     sums = torch.zeros(5, dtype=torch.float64, device=logits.device)
     if prepared.rows.numel() == 0:

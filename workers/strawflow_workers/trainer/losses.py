@@ -21,8 +21,8 @@ def policy_loss(
 
         loss = -min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A)
 
-    Source: Schulman et al. 2017, "Proximal Policy Optimization Algorithms", equation 7 (clip_low = clip_high); the two separate
-    bounds are the "clip-higher" of Yu et al. 2025, "DAPO", equation 10.
+    Source: Schulman et al. 2017, "Proximal Policy Optimization Algorithms", equation 7 (clip_low =
+    clip_high); the two separate bounds are the "clip-higher" of Yu et al. 2025, "DAPO", equation 10.
     """
     ratio = torch.exp(logprobs - rollout_logprobs)
     clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
@@ -43,8 +43,8 @@ def is_clipped(logprobs: Tensor, rollout_logprobs: Tensor, *, clip_low: float, c
 def kl_estimate(logprobs: Tensor, rollout_logprobs: Tensor) -> Tensor:
     """Return an estimate, never negative, of KL(rollout policy || trained policy) from each sampled token.
 
-    With d = logprob - rollout logprob: exp(d) - 1 - d, whose mean over tokens of the rollout policy is unbiased.
-    Source: Schulman 2020, "Approximating KL Divergence", estimator k3.
+    With d = logprob - rollout logprob: exp(d) - 1 - d, whose mean over tokens of the rollout policy is
+    unbiased. Source: Schulman 2020, "Approximating KL Divergence", estimator k3.
     """
     gap = logprobs - rollout_logprobs
     return torch.expm1(gap) - gap

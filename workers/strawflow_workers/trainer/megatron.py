@@ -1,10 +1,13 @@
 """The Megatron-core trainer of one process: updates, stages, checkpoints and exports of one model.
 
-1. Model, gradient buffers, schedule, optimizer and learning-rate schedule are Megatron's own; this module drives them.
-2. The loss of an update is divided by the denominator that came with it; no count made here enters a gradient.
+1. Model, gradient buffers, schedule, optimizer and learning-rate schedule are Megatron's own; this module
+   drives them.
+2. The loss of an update is divided by the denominator that came with it; no count made here enters a
+   gradient.
 3. An update whose loss or gradient norm is not finite changes nothing: not weights, optimizer, or schedule.
 4. Same start, batches, device type and thread count: same weights, bit for bit, also across save and load.
-5. It knows nothing of the store, leases, or where batches come from. Importing it takes seconds: import it in the worker only.
+5. It knows nothing of the store, leases, or where batches come from. Importing it takes seconds: import it in
+   the worker only.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from strawflow.errors import InvalidInputError
 from strawflow_workers.trainer import checkpoints, device, forward, state
 from strawflow_workers.trainer.batches import MiniBatch, PackedMicroBatch, StepMetrics, TrainSettings
 from strawflow_workers.trainer.model import build_model, hf_tensors, load_weights, read_hf_config
@@ -62,7 +66,8 @@ class MegatronTrainer:
         """Build the model from a Hugging Face directory (config, weights, tokenizer files).
 
         Raises:
-            NotFoundError, ConfigError, InvalidInputError: the directory is incomplete or describes something unsupported.
+            NotFoundError, ConfigError, InvalidInputError: the directory is incomplete or describes something
+            unsupported.
         """
         self.settings = settings
         self.stage = 0
@@ -76,7 +81,8 @@ class MegatronTrainer:
             self._begin(settings)
 
     def begin_stage(self, settings: TrainSettings) -> None:
-        """Go on with the same weights under new settings: fresh optimizer state, learning-rate schedule from its start."""
+        """Go on with the same weights under new settings: fresh optimizer state, learning-rate schedule from
+        its start."""
         self.stage += 1
         with device.trainer_device():
             self._begin(settings)
@@ -92,15 +98,17 @@ class MegatronTrainer:
         return int(self._schedule.num_steps)
 
     def train_step(self, mini_batches: Sequence[MiniBatch]) -> StepMetrics:
-        """Apply one update for each mini-batch, in order. Those that are not finite are left out and counted."""
+        """Apply one update for each mini-batch, in order. Those that are not finite are left out and
+        counted."""
         started = time.monotonic()
         with device.trainer_device():
             updates = [self._update(mini_batch) for mini_batch in mini_batches]
         return _summarise(updates, self.settings, lr=self._lr(), seconds=time.monotonic() - started)
 
     def logprobs(self, micro_batch: PackedMicroBatch) -> npt.NDArray[np.float32]:
-        """Return float32 [T]: log-probability of each token given those before it, 0 for the first of a sequence."""
-        prepared = forward.prepare(micro_batch, device=device.target(), every_token=True)
+        """Return float32 [T]: log-probability of each token given those before it, 0 for the first of a
+        sequence."""
+        prepared = self._prepare(micro_batch, every_token=True)
         with device.trainer_device(), torch.no_grad():
             found = forward.token_logprobs(forward.run_model(self._model, prepared), prepared)
         result = np.zeros(micro_batch.tokens.size, dtype=np.float32)
@@ -108,7 +116,8 @@ class MegatronTrainer:
         return result
 
     def state_digest(self) -> str:
-        """Return the digest over every tensor a checkpoint would hold: parameters, optimizer, random generators."""
+        """Return the digest over every tensor a checkpoint would hold: parameters, optimizer, random
+        generators."""
         return checkpoints.tensors_digest(self._rank_state().tensors)
 
     def weights_digest(self) -> str:
@@ -116,7 +125,8 @@ class MegatronTrainer:
         return checkpoints.tensors_digest(hf_tensors(self._model.module, self._hf))
 
     def export_hf(self, out_dir: Path) -> str:
-        """Write the weights as a new Hugging Face directory, durable when this returns; return the digest of its tensors.
+        """Write the weights as a new Hugging Face directory, durable when this returns; return the digest of
+        its tensors.
 
         Raises:
             AlreadyExistsError: `out_dir` exists.
@@ -144,11 +154,12 @@ class MegatronTrainer:
         checkpoints.write_rank_state(Path(path), self._rank_state())
 
     def load_checkpoint(self, path: Path) -> None:
-        """Take over all state of a checkpoint, its stage and settings included. On error this trainer is unchanged.
+        """Take over all state of a checkpoint, its stage and settings included. On error this trainer is
+        unchanged.
 
         Raises:
-            CorruptCheckpointError: a file is missing or differs from the manifest, or does not fit this model.
-            IncompatibleFormatError: written by a version this program does not read.
+            CorruptCheckpointError: a file is missing or differs from the manifest, or does not fit this
+            model. IncompatibleFormatError: written by a version this program does not read.
         """
         found = checkpoints.read_rank_state(Path(path))
         state.check_fits(found, self._model.module, path=Path(path))
@@ -187,9 +198,9 @@ class MegatronTrainer:
         return _Update(loss, grad_norm, sums, largest_gap, applied)
 
     def _forward_backward(self, mini_batch: MiniBatch) -> tuple[list[float], float]:
-        """Leave the gradient of the update in the buffers; return the sums and the largest gap over all its micro-batches."""
-        where = device.target()
-        prepared = [forward.prepare(micro_batch, device=where) for micro_batch in mini_batch.micro_batches]
+        """Leave the gradient of the update in the buffers; return the sums and the largest gap over all its
+        micro-batches."""
+        prepared = [self._prepare(micro_batch) for micro_batch in mini_batch.micro_batches]
         results = get_forward_backward_func()(
             forward_step_func=functools.partial(
                 _forward_step, settings=self.settings, denominator=mini_batch.denominator
@@ -208,6 +219,15 @@ class MegatronTrainer:
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
         return sums.tolist(), float(largest)
 
+    def _prepare(self, micro_batch: PackedMicroBatch, *, every_token: bool = False) -> forward.Prepared:
+        tokens, size = micro_batch.tokens, int(self._hf["vocab_size"])
+        if tokens.min() < 0 or tokens.max() >= size:
+            # A target outside the vocabulary would not fail: its log-probability would just be wrong.
+            raise InvalidInputError(
+                f"tokens: from {tokens.min()} to {tokens.max()}; this model's vocabulary has {size}"
+            )
+        return forward.prepare(micro_batch, device=device.target(), every_token=every_token)
+
     def _lr(self) -> float:
         return float(self._optimizer.param_groups[0]["lr"])
 
@@ -223,7 +243,8 @@ def _join_ranks(seed: int) -> None:
 
 
 def _data_parallel(core: Any) -> Any:
-    """Wrap the model so that gradients gather in contiguous fp32 buffers and are summed over data-parallel ranks."""
+    """Wrap the model so that gradients gather in contiguous fp32 buffers and are summed over data-parallel
+    ranks."""
     model = DistributedDataParallel(
         core.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), core
     )
@@ -232,7 +253,8 @@ def _data_parallel(core: Any) -> Any:
 
 
 def _finalize_by_planned_denominator(model: list[Any], _num_tokens: Tensor | None, **options: Any) -> None:
-    """Reduce gradients as Megatron does, without its division by counted tokens: the loss was divided already."""
+    """Reduce gradients as Megatron does, without its division by counted tokens: the loss was divided
+    already."""
     finalize_model_grads(model, None, **options)
 
 
@@ -253,7 +275,8 @@ def _make_optimizer(settings: TrainSettings, model: Any) -> Any:
 
 
 def _make_schedule(settings: TrainSettings, optimizer: Any) -> Any:
-    """Linear warm-up, then constant; the schedule is stepped before each update, so the first one has a rate above 0."""
+    """Linear warm-up, then constant; the schedule is stepped before each update, so the first one has a rate
+    above 0."""
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,

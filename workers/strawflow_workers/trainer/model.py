@@ -1,4 +1,5 @@
-"""The model under training: Megatron's GPTModel made from a Hugging Face directory, and its weights in and out.
+"""The model under training: Megatron's GPTModel made from a Hugging Face directory, and its weights in and
+out.
 
 1. Architecture and weights come from the directory alone; nothing is initialised at random.
 2. What `hf_tensors` gives is what `load_weights` took, bit for bit, until training changes it.
@@ -45,7 +46,8 @@ def read_hf_config(hf_dir: Path) -> dict[str, Any]:
 
 
 def build_model(hf: Mapping[str, Any]) -> GPTModel:
-    """Build the model that a Hugging Face configuration describes, with unset weights, on this process's device.
+    """Build the model that a Hugging Face configuration describes, with unset weights, on this process's
+    device.
 
     Raises:
         ConfigError: the architecture, or more than one tensor- or pipeline-parallel rank, is not supported.
@@ -103,7 +105,8 @@ def load_weights(model: GPTModel, hf: Mapping[str, Any], hf_dir: Path) -> None:
             ) from error
         if whole.shape != parameter.shape:
             raise InvalidInputError(
-                f"{hf_dir}: {', '.join(parts)} make {tuple(whole.shape)}; config.json asks for {tuple(parameter.shape)}"
+                f"{hf_dir}: {', '.join(parts)} make {tuple(whole.shape)}; "
+                f"config.json asks for {tuple(parameter.shape)}"
             )
         parameter.copy_(whole)
 
@@ -125,7 +128,8 @@ def _stored_tensors(hf_dir: Path) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def hf_tensors(model: GPTModel, hf: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the weights by their Hugging Face names, contiguous, on the CPU, in the type that config.json names."""
+    """Return the weights by their Hugging Face names, contiguous, on the CPU, in the type that config.json
+    names."""
     family = family_of(hf)
     dtype = EXPORT_TYPES[str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch.")]
     found: dict[str, Tensor] = {}

@@ -1,7 +1,8 @@
-"""What a trainer must remember: every tensor and value of one rank that decides the next update, out of Megatron and back in.
+"""What a trainer must remember: every tensor and value of one rank that decides the next update, out of
+Megatron and back in.
 
-1. Optimizer state is taken for each parameter by its name, every step counter included, and put back the same way; Megatron's
-   own loading is not used, because with torch's AdamW it shares or forgets step counters.
+1. Optimizer state is taken for each parameter by its name, every step counter included, and put back the same
+   way; Megatron's own loading is not used, because with torch's AdamW it shares or forgets step counters.
 2. Restoring copies bits. Whether a state fits the model is checked before anything is touched.
 3. Random generators are those of torch, Megatron's tracker, numpy and python.
 4. Files, digests and directories are the business of `checkpoints`.
@@ -53,13 +54,15 @@ def collect(model: Any, optimizer: Any, values: dict[str, Any]) -> RankState:
 
 
 def check_fits(found: RankState, model: Any, *, path: Path) -> None:
-    """Raise CorruptCheckpointError unless the state holds exactly this model's parameters, in their shapes and types."""
+    """Raise CorruptCheckpointError unless the state holds exactly this model's parameters, in their shapes
+    and types."""
     expected = {PARAMETER + name: _kind(parameter) for name, parameter in model.named_parameters()}
     stored = {name: _kind(tensor) for name, tensor in found.tensors.items() if name.startswith(PARAMETER)}
     for name in sorted(expected.keys() | stored.keys()):
         if expected.get(name) != stored.get(name):
             raise CorruptCheckpointError(
-                f"{path}: {name} is {stored.get(name)} there and {expected.get(name)} in this model; it is of another model"
+                f"{path}: {name} is {stored.get(name)} there and {expected.get(name)} in this model; "
+                "the checkpoint is of another model"
             )
 
 
@@ -102,7 +105,8 @@ def _optimizer_slots(model: Any, optimizer: Any) -> Iterator[tuple[str, dict[str
 
 
 def _inner_states(optimizer: Any) -> Iterator[tuple[Any, list[Tensor]]]:
-    """Yield, for each torch optimizer inside Megatron's, its state by parameter and the parameters it owns."""
+    """Yield, for each torch optimizer inside Megatron's, its state by parameter and the parameters it
+    owns."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         yield (
             part.optimizer.state,

@@ -26,6 +26,12 @@ def register() -> None:
 
         HookRegistry.register(f"{BACKEND}._run_sdpa_forward_decode", decode_hook, HookType.AROUND)
         HookRegistry.register(f"{BACKEND}._run_sdpa_forward_extend", extend_hook, HookType.AROUND)
+        if os.environ.get("XFORK"): HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", fork_children, HookType.AFTER)
+
+
+def fork_children(*_: object) -> None:
+    import multiprocessing
+    multiprocessing.set_start_method("fork", force=True)
 
 
 def decode_hook(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -26,7 +26,8 @@ class Family(Protocol):
         """Return the keyword arguments of Megatron's GPTModel."""
 
     def hf_names(self, name: str) -> tuple[str, ...]:
-        """Return the Hugging Face names whose tensors make up the Megatron parameter `name` (global layer number)."""
+        """Return the Hugging Face names whose tensors make up the Megatron parameter `name` (global layer
+        number)."""
 
     def join(self, name: str, parts: tuple[Tensor, ...], hf: Mapping[str, Any]) -> Tensor:
         """Make the Megatron tensor from its Hugging Face parts, in the order of `hf_names`."""

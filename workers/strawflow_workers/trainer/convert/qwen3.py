@@ -1,7 +1,7 @@
 """Qwen3 (dense): Hugging Face names and tensors to Megatron's and back.
 
-Megatron keeps query, key and value in one matrix, interleaved by query group (the queries of a group, its key, its value), and
-gate and up projection stacked in one. Everything else differs by name only.
+Megatron keeps query, key and value in one matrix, interleaved by query group (the queries of a group, its
+key, its value), and gate and up projection stacked in one. Everything else differs by name only.
 
 It does not know ranks, files or devices. Layer layout checked against transformers' Qwen3 by logits.
 """
@@ -44,7 +44,8 @@ def config_fields(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of Megatron's TransformerConfig.
 
     Raises:
-        ConfigError: the configuration asks for attention biases, sliding windows, dropout or another activation.
+        ConfigError: the configuration asks for attention biases, sliding windows, dropout or another
+        activation.
     """
     unsupported = {
         "attention_bias": False,
@@ -106,7 +107,8 @@ def hf_names(name: str) -> tuple[str, ...]:
 def join(name: str, parts: tuple[Tensor, ...], hf: Mapping[str, Any]) -> Tensor:
     """Make the Megatron tensor from its Hugging Face parts, in the order of `hf_names`."""
     if name.endswith("linear_qkv.weight"):
-        by_group = [part.unflatten(0, (hf["num_key_value_heads"], -1)) for part in parts]
+        groups = hf["num_key_value_heads"]
+        by_group = [part.reshape(groups, -1, *part.shape[1:]) for part in parts]
         return torch.cat(by_group, dim=1).flatten(0, 1)
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -116,8 +118,13 @@ def split(name: str, whole: Tensor, hf: Mapping[str, Any]) -> tuple[Tensor, ...]
     if name.endswith("linear_qkv.weight"):
         groups, width = hf["num_key_value_heads"], _head_dim(hf)
         queries = hf["num_attention_heads"] // groups * width
-        by_group = whole.unflatten(0, (groups, -1)).split([queries, width, width], dim=1)
-        return tuple(part.flatten(0, 1) for part in by_group)
+        by_group = whole.view(groups, -1, *whole.shape[1:])
+        parts = (
+            by_group[:, :queries],
+            by_group[:, queries : queries + width],
+            by_group[:, queries + width :],
+        )
+        return tuple(part.flatten(0, 1) for part in parts)
     if name.endswith("linear_fc1.weight"):
         return whole.chunk(2)
     return (whole,)

@@ -1,0 +1,35 @@
+"""Demonstrations: labelled prompts as finished units of the supervised warm start; they need no engine."""
+
+from __future__ import annotations
+
+from strawflow.flow.claim import Grant
+from strawflow.flow.trajectory import COMPLETE_SEQ, Member, UnitResult, failed_member
+from strawflow_workers.rollout.tokens import PromptTokenizer
+
+
+def demonstration(grant: Grant, tokenizer: PromptTokenizer) -> UnitResult:
+    """Return a labelled prompt as a finished member: the label's tokens and the end of sequence, sampled by no weights."""
+    label = grant.prompt.label
+    if label is None:
+        member = failed_member(0, "the demonstration has no label")
+    else:
+        tokens = [*tokenizer.encode_text(label), tokenizer.eos_id]
+        member = Member(
+            member=0,
+            status="finished",
+            response_tokens=tokens,
+            logprobs=[0.0] * len(tokens),
+            token_versions=[""] * len(tokens),
+            finish_reason="stop",
+            reward=1.0,
+            response_text=label,
+        )
+    return UnitResult(
+        unit_id=grant.unit_id,
+        fence=grant.fence,
+        seq=COMPLETE_SEQ,
+        prompt_tokens=tokenizer.encode(grant.prompt),
+        members=[member],
+        profile=grant.profile,
+        engine="demonstration",
+    )
