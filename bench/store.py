@@ -31,7 +31,9 @@ NUM_TOKENS = RECORD_BYTES // 8  # a token and its log-probability: 4 bytes each
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="fewer cycles, two minutes at most")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--folder", type=Path, help="where to work; default: a temporary folder")

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from pathlib import Path
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from postgres import PostgresServer, running_server  # noqa: E402  (lies beside this file)
+from strawflow.cli.main import main
+from tests.postgres import PostgresServer, running_server
 
 
 @pytest.fixture(scope="session")
@@ -26,3 +26,35 @@ def index_url(request: pytest.FixtureRequest) -> str:
         return ""
     server: PostgresServer = request.getfixturevalue("postgres_server")
     return server.new_database()
+
+
+@dataclass(frozen=True)
+class CliResult:
+    """What a command of the program answered."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.err)["error"]
+        return found
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., CliResult]:
+    """Call the program in this process: `cli("run", "list", "--json")`."""
+
+    def call(*arguments: object) -> CliResult:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main([str(a) for a in arguments])
+        seen = capsys.readouterr()
+        return CliResult(int(ended.value.code or 0), seen.out, seen.err)
+
+    return call

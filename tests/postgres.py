@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import pwd
 import shutil
+import signal
 import subprocess
 import tempfile
 import threading
@@ -58,12 +59,24 @@ def binaries() -> Path:
 @contextmanager
 def running_server() -> Iterator[PostgresServer]:
     """Start a server in a temporary folder; it and the folder are gone at the end."""
-    folder = Path(tempfile.mkdtemp(prefix="strawflow-pg-", dir="/tmp"))  # short: a socket path has 107 characters
+    folder = Path(
+        tempfile.mkdtemp(prefix="strawflow-pg-", dir="/tmp")
+    )  # short: a socket path has 107 characters
     as_user = _as_ordinary_user(folder)
     process: subprocess.Popen[str] | None = None
     try:
         subprocess.run(
-            [*as_user, str(binaries() / "initdb"), "-D", str(folder / "data"), "-U", USER, "-A", "trust", "--no-sync"],
+            [
+                *as_user,
+                str(binaries() / "initdb"),
+                "-D",
+                str(folder / "data"),
+                "-U",
+                USER,
+                "-A",
+                "trust",
+                "--no-sync",
+            ],
             check=True,
             capture_output=True,
             cwd=folder,
@@ -72,7 +85,7 @@ def running_server() -> Iterator[PostgresServer]:
         yield PostgresServer(folder)
     finally:
         if process is not None:
-            process.terminate()
+            process.send_signal(signal.SIGQUIT)  # at once: nothing in it is wanted any more
             process.wait(timeout=60)
         shutil.rmtree(folder)
 

@@ -6,9 +6,7 @@ from strawflow.flow.session import WorkerSession
 from strawflow.index import sessions, weights
 
 
-def report(
-    session: WorkerSession, *, engine_id: str, url: str, build: str, version_id: str | None
-) -> None:
+def report(session: WorkerSession, *, engine_id: str, url: str, build: str, version_id: str | None) -> None:
     """Store an engine's own word on the weights it serves.
 
     Raises:

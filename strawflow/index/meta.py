@@ -10,9 +10,7 @@ from strawflow.index import tables as t
 
 def add(connection: Connection, key: str, amount: float) -> float:
     """Add to a counter (0 when absent) and return its new value."""
-    row = connection.execute(
-        sa.select(t.meta.c.value).where(t.meta.c.key == key)
-    ).first()
+    row = connection.execute(sa.select(t.meta.c.value).where(t.meta.c.key == key)).first()
     value = (0.0 if row is None else float(row.value)) + amount
     if row is None:
         connection.execute(sa.insert(t.meta).values(key=key, value=str(value)))

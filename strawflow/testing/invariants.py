@@ -45,7 +45,9 @@ def check_packed_once(run: Run, fates: dict[int, str]) -> None:
         for _, rows in consume.read_batch(run, reader, batch):
             for row in rows.select(["unit_id", "member", "segment"]).to_pylist():
                 key = (row["unit_id"], row["member"], row["segment"])
-                assert key not in seen, f"member {key} lies in the batches of steps {seen[key]} and {batch.step}"
+                assert key not in seen, (
+                    f"member {key} lies in the batches of steps {seen[key]} and {batch.step}"
+                )
                 seen[key] = batch.step
                 assert fates.get(row["unit_id"]) == "trained", f"packed unit {row['unit_id']} is not assigned"
     reader.close()

@@ -90,7 +90,9 @@ class SupervisedRun:
         if what == "everything":
             self.process.kill()
             self.process.wait()
-            wait_until(lambda: not processes_of(self.root), seconds=10, what="children to die with the supervisor")
+            wait_until(
+                lambda: not processes_of(self.root), seconds=10, what="children to die with the supervisor"
+            )
         else:
             pids = [pid for pid, kind in processes_of(self.root).items() if kind == what]
             if not pids:

@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from megatron_cases import GRPO, SFT, make_hf, make_step
 from safetensors.torch import load_file
 from strawflow_workers.trainer import checkpoints
 from strawflow_workers.trainer.megatron import MegatronTrainer
 
 from strawflow.errors import AlreadyExistsError, CorruptCheckpointError, IncompatibleFormatError, StorageError
+from tests.integration.megatron_cases import GRPO, SFT, make_hf, make_step
 
 PLAN = ("sft", "sft", "save", "sft", "stage", "grpo", "save", "grpo", "grpo")
 """A run: training steps by objective, the change of stage, and the two places where a checkpoint is taken."""
@@ -55,9 +55,13 @@ def test_steps_then_save_new_process_load_and_steps_equal_all_steps_straight_bit
     make_hf(tmp_path / "hf")
     straight = MegatronTrainer(tmp_path / "hf", SFT, seed=1)
     expected = [run_plan(straight, 0, tmp_path), straight.weights_digest()]
-    # ends with the stage and objective of the last checkpoint
     ran = subprocess.run(
-        [sys.executable, __file__, str(tmp_path)], stdout=subprocess.PIPE, text=True, timeout=200, check=True
+        [sys.executable, "-m", "tests.integration.test_megatron_checkpoints", str(tmp_path)],
+        cwd=Path(__file__).parents[2],
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=200,
+        check=True,
     )
     assert json.loads(ran.stdout.splitlines()[-1]) == {"at-2": expected, "at-6": expected}
 

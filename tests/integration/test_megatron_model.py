@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from megatron_cases import GRPO, VOCABULARY, make_hf, make_pack
 from safetensors.torch import load_file
 from strawflow_workers.trainer.attention import LONGEST_SHARED, arrange, attend
 from strawflow_workers.trainer.megatron import MegatronTrainer
 from transformers import AutoModelForCausalLM
 
 from strawflow.errors import AlreadyExistsError, ConfigError, InvalidInputError, NotFoundError
+from tests.integration.megatron_cases import GRPO, VOCABULARY, make_hf, make_pack
 
 CPU = torch.device("cpu")
 
@@ -115,7 +115,7 @@ def test_a_bfloat16_checkpoint_is_exported_bit_equal_too(tmp_path: Path) -> None
 def test_an_export_after_training_loads_in_transformers_and_gives_the_trainers_logprobs(
     tmp_path: Path,
 ) -> None:
-    from megatron_cases import make_step
+    from tests.integration.megatron_cases import make_step
 
     make_hf(tmp_path / "hf")
     trainer = MegatronTrainer(tmp_path / "hf", GRPO, seed=1)

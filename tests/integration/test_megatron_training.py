@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from megatron_cases import GRPO, SFT, VOCABULARY, make_hf, make_pack, make_step
 from safetensors.torch import load_file
 from strawflow_workers.trainer.batches import MiniBatch, PackedMicroBatch, TrainSettings
 from strawflow_workers.trainer.megatron import MegatronTrainer
 from transformers import Qwen3ForCausalLM
 
 from strawflow.errors import InvalidInputError
+from tests.integration.megatron_cases import GRPO, SFT, VOCABULARY, make_hf, make_pack, make_step
 
 
 class PlainTrainer:

@@ -117,7 +117,7 @@ def test_exporting_again_writes_the_same_bytes_and_another_seed_other_training_r
 @pytest.mark.parametrize("name", task_names())
 def test_the_right_answer_of_every_task_fits_and_scores_one_after_json(name: str, tmp_path: Path) -> None:
     files = export_task(name, 2, out_dir=tmp_path, num_train=60, num_held_out=30)
-    verifier = load_verifier(RewardSpec(f"reasoning_gym:{files.task.dataset}", settings=files.task.settings))
+    verifier = load_verifier(RewardSpec(f"reasoning_gym:{files.task.dataset}"))
     for row in read_prompts(PromptSource(files.train), KEYS):
         assert row.label is not None
         assert row.metadata is not None

@@ -129,6 +129,18 @@ def test_a_reader_that_opened_a_growing_pack_sees_what_came_later(tmp_path: Path
     assert reader.read(extent, sealed=True) == made_up_rows("plan", 3, seed=4)
 
 
+def test_a_pack_opened_while_it_grew_is_mapped_whole_once_it_is_sealed(tmp_path: Path) -> None:
+    writer = PackWriter(tmp_path, pack_id="p", path="packs/batch/a.arrow", kind="batch", durability="process")
+    reader = PackReader(tmp_path)
+    reader.read(writer.append(made_up_rows("batch", 3, seed=0)))
+    later = writer.append(made_up_rows("batch", 50, seed=1))
+    writer.seal()
+    before = pa.total_allocated_bytes()
+    rows = reader.read(later, sealed=True)
+    assert pa.total_allocated_bytes() - before < 1024
+    assert rows == made_up_rows("batch", 50, seed=1)
+
+
 def test_sealed_uncompressed_rows_are_not_copied_and_outlive_reader_and_file(tmp_path: Path) -> None:
     extents = write_pack(tmp_path, "batch")
     reader = PackReader(tmp_path)

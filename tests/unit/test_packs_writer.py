@@ -176,3 +176,20 @@ def test_a_pack_cannot_be_made_where_a_file_stands_in_the_way(tmp_path: Path) ->
     (tmp_path / "packs").write_text("not a folder")
     with pytest.raises((StorageError, AlreadyExistsError), match=r"packs/plan/a\.arrow"):
         new_writer(tmp_path, "plan")
+
+
+def test_a_forked_process_cannot_write_its_parents_pack(tmp_path: Path) -> None:
+    writer = new_writer(tmp_path, "plan")
+    kept = writer.append(made_up_rows("plan", 2))
+    child = os.fork()
+    if child == 0:
+        refused = 0
+        for verb in (writer.sync, writer.seal, lambda: writer.append(made_up_rows("plan", 2))):
+            try:
+                verb()
+            except StorageError as error:
+                refused += "forked" in error.message
+        os._exit(refused)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+    assert (tmp_path / kept.path).stat().st_size == kept.offset + kept.length
+    writer.seal()

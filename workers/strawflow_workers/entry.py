@@ -27,6 +27,8 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
     )
+    for chatty in ("alembic", "megatron", "matplotlib"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)
     try:
         return VERBS[arguments.verb](arguments)
     except StrawflowError as error:

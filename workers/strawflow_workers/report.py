@@ -149,7 +149,9 @@ def summarise(run: Run) -> dict[str, Any]:
         "tokens_trained": sum(b.num_tokens for b in stored),
         "max_staleness": max((b.max_staleness for b in stored if b.objective == "grpo"), default=None),
         "logprob_gap_mean": _mean([s["logprob_gap_mean"] for s in rl if s["logprob_gap_mean"] is not None]),
-        "units": {f"{outcome}:{reason}" if reason else outcome: n for (outcome, reason), n in outcomes.items()},
+        "units": {
+            f"{outcome}:{reason}" if reason else outcome: n for (outcome, reason), n in outcomes.items()
+        },
         "seconds": round(counts["seconds"], 1),
         "restarts": int(counts["restarts"]),
     }
@@ -166,23 +168,26 @@ def print_summary(run: Run, summary: dict[str, Any]) -> None:
     before, after = summary["accuracy_before"], summary["accuracy_after"]
     if before is not None and after is not None:
         table.add_row(
-            "held-out accuracy (temperature 1)",
-            f"{before:.1%} before → {after:.1%} after  ({100 * (after - before):+.1f} points)",
+            "accuracy, temperature 1",
+            f"{before:.1%} → {after:.1%}  ({100 * (after - before):+.1f} points, {summary['num_held_out']} held-out prompts)",
         )
     greedy = summary["greedy_accuracy_before"], summary["greedy_accuracy_after"]
     if None not in greedy:
         table.add_row(
-            "held-out accuracy (greedy)",
-            f"{greedy[0]:.1%} before → {greedy[1]:.1%} after  ({100 * (greedy[1] - greedy[0]):+.1f} points)",
+            "accuracy, greedy",
+            f"{greedy[0]:.1%} → {greedy[1]:.1%}  ({100 * (greedy[1] - greedy[0]):+.1f} points)",
         )
     table.add_row(
-        "mean reward", f"{_shown(summary['mean_reward_first'])} first 5 steps → {_shown(summary['mean_reward_last'])} last 5"
+        "mean reward",
+        f"{_shown(summary['mean_reward_first'])} first 5 steps → {_shown(summary['mean_reward_last'])} last 5",
     )
     table.add_row("reward by step", sparkline(summary["reward_by_step"]))
     table.add_row("steps", f"{summary['warm_start_steps']} supervised, {summary['steps']} GRPO")
-    table.add_row("tokens", f"{summary['tokens_generated']:,} generated, {summary['tokens_trained']:,} trained")
+    table.add_row(
+        "tokens", f"{summary['tokens_generated']:,} generated, {summary['tokens_trained']:,} trained"
+    )
     table.add_row("staleness", f"at most {summary['max_staleness']} steps")
-    table.add_row("engine and trainer", f"mean |log-probability difference| {_shown(summary['logprob_gap_mean'], 6)}")
+    table.add_row("log-probabilities", f"engine and trainer differ by {summary['logprob_gap_mean'] or 0:.1e}")
     table.add_row("units", ", ".join(f"{n} {what}" for what, n in sorted(summary["units"].items())))
     table.add_row("time", f"{summary['seconds']:.0f} s, {summary['restarts']} restarts of workers")
     table.add_row("the run lies in", str(run.root))
@@ -192,7 +197,10 @@ def print_summary(run: Run, summary: dict[str, Any]) -> None:
     console.print("next:", highlight=False)
     for command, what in (
         (f"strawflow status {where}", "what the run holds"),
-        (f"strawflow batch show {where} {run.config.total_steps}", "the last step's prompts, rewards and fates"),
+        (
+            f"strawflow batch show {where} {run.config.total_steps}",
+            "the last step's prompts, rewards and fates",
+        ),
         (f"strawflow replay {where}", "train again from the stored batches alone and compare"),
     ):
         console.print(f"  {command}   # {what}", highlight=False, soft_wrap=True)
@@ -218,7 +226,10 @@ def plot(run: Run, path: Path) -> None:
     upper.set_ylabel("mean reward of the step's samples")
     upper.set_title(f"strawflow run {run.name}")
     upper.grid(alpha=0.3)
-    for objective, colour, name in (("sft", "tab:gray", "supervised loss"), ("grpo", "tab:red", "policy loss")):
+    for objective, colour, name in (
+        ("sft", "tab:gray", "supervised loss"),
+        ("grpo", "tab:red", "policy loss"),
+    ):
         shown = [s for s in steps if s["objective"] == objective and s["loss"] is not None]
         axis = lower if objective == "sft" else lower.twinx()
         axis.plot([s["step"] for s in shown], [s["loss"] for s in shown], color=colour, label=name)
@@ -252,4 +263,3 @@ def _mean(values: list[float]) -> float | None:
 
 def _shown(value: float | None, digits: int = 3) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
-

@@ -115,7 +115,9 @@ def build_batch(
             for g in groups
         ],
         mean_reward=_mean_reward(groups),
-        max_staleness=max((_staleness(row, version_steps, step) for g in groups for row in g.rows), default=0),
+        max_staleness=max(
+            (_staleness(row, version_steps, step) for g in groups for row in g.rows), default=0
+        ),
     )
 
 
@@ -172,9 +174,7 @@ def pack_rows(
         steps[at:end] = s.version_steps
 
     def listed(values: npt.NDArray[Any], name: str) -> pa.Array:
-        return pa.ListArray.from_arrays(
-            pa.array(offsets), pa.array(values), type=BATCH.field(name).type
-        )
+        return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values), type=BATCH.field(name).type)
 
     num = len(sequences)
     columns: dict[str, Any] = {
@@ -195,9 +195,7 @@ def pack_rows(
         "temperature": np.array([s.row["temperature"] for s in sequences], np.float32),
         "reward": np.array([s.row["reward"] for s in sequences], np.float64),
     }
-    arrays = [
-        c if isinstance(c := columns[f.name], pa.Array) else pa.array(c).cast(f.type) for f in BATCH
-    ]
+    arrays = [c if isinstance(c := columns[f.name], pa.Array) else pa.array(c).cast(f.type) for f in BATCH]
     return pa.RecordBatch.from_arrays(arrays, schema=BATCH)
 
 

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
@@ -95,7 +96,6 @@ def make_model(
         _save_tokenizer(tokenizer, building, shape)
         _save_weights(building, seed=seed, vocab_size=tokenizer.get_vocab_size(), shape=shape)
         _sync(building)
-        building.chmod(0o755)
         building.rename(out_dir)
     except BaseException:
         shutil.rmtree(building)
@@ -144,20 +144,21 @@ def _byte_alphabet() -> list[str]:
 
 
 def _save_tokenizer(tokenizer: Tokenizer, folder: Path, shape: ModelShape) -> None:
-    from transformers import PreTrainedTokenizerFast
-
-    wrapper: Any = PreTrainedTokenizerFast
-    wrapper(
-        tokenizer_object=tokenizer,
-        pad_token=PAD_TOKEN,
-        eos_token=EOS_TOKEN,
-        model_max_length=shape.max_position_embeddings,
-        clean_up_tokenization_spaces=False,
-    ).save_pretrained(str(folder))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    # Written here because the class name that transformers 5 would write is unknown to transformers 4.
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "pad_token": PAD_TOKEN,
+        "eos_token": EOS_TOKEN,
+        "model_max_length": shape.max_position_embeddings,
+        "clean_up_tokenization_spaces": False,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def _save_weights(folder: Path, *, seed: int, vocab_size: int, shape: ModelShape) -> None:
     import torch
+    from safetensors.torch import save_file
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config: Any = Qwen3Config(
@@ -173,17 +174,24 @@ def _save_weights(folder: Path, *, seed: int, vocab_size: int, shape: ModelShape
         pad_token_id=PAD_ID,
         eos_token_id=EOS_ID,
         bos_token_id=None,
+        architectures=["Qwen3ForCausalLM"],
         dtype="float32",
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         architecture: Any = Qwen3ForCausalLM
         model = architecture(config).float()
-    model.save_pretrained(str(folder))
+    config.save_pretrained(str(folder))
+    model.generation_config.save_pretrained(str(folder))
+    # Tied: the output matrix is the embedding and is not stored twice.
+    tensors = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+    save_file(tensors, str(folder / "model.safetensors"), metadata={"format": "pt"})
 
 
 def _sync(folder: Path) -> None:
+    """Give the files ordinary permissions and bring them to the disk."""
     for path in (*folder.iterdir(), folder):
+        path.chmod(0o755 if path.is_dir() else 0o644)
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)

@@ -48,7 +48,9 @@ def prepare(run: Run, settings: Quickstart) -> None:
         num_held_out=NUM_HELD_OUT,
     )
     if not run.model_path.exists():
-        questions = [json.loads(line)["prompt"] for line in files.train.read_text("utf-8").splitlines()[:2000]]
+        questions = [
+            json.loads(line)["prompt"] for line in files.train.read_text("utf-8").splitlines()[:2000]
+        ]
         make_model(run.model_path, seed=settings.seed, phrases=constant_phrases(questions))
     with WorkerSession(run, "enqueue") as session:
         for dataset_id, purpose, path in (

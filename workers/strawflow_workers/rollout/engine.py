@@ -44,8 +44,9 @@ class EngineProcess(Protocol):
 class FakeEngineProcess:
     """strawflow.testing's engine as a child process; for fault tests only."""
 
-    def __init__(self, model_path: Path, log_path: Path, options: dict[str, str]) -> None:
-        self._model_path, self._log_path, self._options = model_path, log_path, options
+    def __init__(self, model_path: Path, log_path: Path, *, version_id: str, options: dict[str, str]) -> None:
+        self._model_path, self._log_path = model_path, log_path
+        self._options = {"weight-version": version_id, **options}
         self._process: subprocess.Popen[bytes] | None = None
         self.url = ""
 
@@ -91,7 +92,9 @@ def make_process(session: WorkerSession, *, model_path: Path, version_id: str) -
                 )
             )
         case "fake":
-            return FakeEngineProcess(model_path, log_path, config.engine_options)
+            return FakeEngineProcess(
+                model_path, log_path, version_id=version_id, options=config.engine_options
+            )
         case other:
             raise ConfigError(f"rollout.engine {other!r} is not known")
 

@@ -116,9 +116,7 @@ class RolloutLoop:
     async def _collect(self) -> bool:
         """Complete what has finished; units whose generation failed end their attempt with the error."""
         if self._in_flight:
-            done, _ = await asyncio.wait(
-                self._in_flight, timeout=IDLE_S, return_when=asyncio.FIRST_COMPLETED
-            )
+            done, _ = await asyncio.wait(self._in_flight, timeout=IDLE_S, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 grant = self._in_flight.pop(task)
                 await self._settle(task, grant)
@@ -205,4 +203,3 @@ class RolloutLoop:
     async def _blocking(self, call: Callable[[], T]) -> T:
         """Run index and disk work in a thread, so that responses keep flowing."""
         return await asyncio.to_thread(call)
-

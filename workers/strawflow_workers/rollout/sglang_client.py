@@ -46,14 +46,17 @@ class EngineUnavailableError(EngineError):
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateRequest:
-    """One prompt, sampled `num_samples` times."""
+    """One prompt, sampled `sampling_params["n"]` times."""
 
     input_ids: Sequence[int]
     sampling_params: Mapping[str, Any] = field(default_factory=dict)
-    """SGLang's own names: temperature, top_p, top_k, max_new_tokens, stop_token_ids, ..."""
+    """SGLang's own names: n, temperature, top_p, top_k, max_new_tokens, stop_token_ids, ..."""
     rid: str | None = None
-    """Name to abort by. SGLang renames the samples of a request with `num_samples` > 1: those end with abort() of all."""
-    num_samples: int = 1
+    """Name to abort by. SGLang renames the samples of a request with n > 1: only abort() of all ends those."""
+
+    @property
+    def num_samples(self) -> int:
+        return int(self.sampling_params.get("n", 1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +114,7 @@ class SglangClient:
             self._session = None
 
     async def generate(self, request: GenerateRequest) -> list[Generation]:
-        """Sample one prompt; returns `num_samples` generations.
+        """Sample one prompt; returns `request.num_samples` generations.
 
         All samples of a prompt go in one request: SGLang computes the prompt once and draws them independently.
 
@@ -121,10 +124,12 @@ class SglangClient:
             EngineUnavailableError: no answer.
         """
         if request.num_samples > 1 and request.sampling_params.get("sampling_seed") is not None:
-            raise InvalidInputError("sampling_seed with num_samples > 1 draws the same sample every time; send single requests")
+            raise InvalidInputError(
+                "sampling_seed with n > 1 draws one sample n times; send n requests with n seeds"
+            )
         body = {
             "input_ids": list(request.input_ids),
-            "sampling_params": {**request.sampling_params, "n": request.num_samples},
+            "sampling_params": dict(request.sampling_params),
             "return_logprob": True,
             "stream": False,
             **({"rid": request.rid} if request.rid is not None else {}),
@@ -132,7 +137,9 @@ class SglangClient:
         answer = await self._call("POST", "/generate", body)
         samples = answer if isinstance(answer, list) else [answer]
         if len(samples) != request.num_samples:
-            raise EngineResponseError(f"{len(samples)} samples instead of {request.num_samples}", engine=self.url)
+            raise EngineResponseError(
+                f"{len(samples)} samples instead of {request.num_samples}", engine=self.url
+            )
         return [parse_generation(sample, engine=self.url) for sample in samples]
 
     async def update_weights_from_disk(self, path: str | Path, version: str) -> None:
@@ -143,11 +150,15 @@ class SglangClient:
             EngineUnavailableError: no answer; which weights it holds is then unknown.
         """
         if not version:
-            raise InvalidInputError("weights need a version label: without one the engine keeps the old label on the new weights")
+            raise InvalidInputError(
+                "weights need a version label: without one the engine keeps the old label on the new weights"
+            )
         body = {"model_path": str(path), "weight_version": version, "flush_cache": True}
         answer = await self._call("POST", "/update_weights_from_disk", body)
         if not (isinstance(answer, dict) and answer.get("success") is True):
-            raise EngineResponseError(f"weights were not loaded from {path}: {answer}", engine=self.url, version=version)
+            raise EngineResponseError(
+                f"weights were not loaded from {path}: {answer}", engine=self.url, version=version
+            )
         found = await self.weight_version()
         if found != version:
             raise EngineResponseError(
@@ -158,7 +169,9 @@ class SglangClient:
         """Return the label of the weights that the engine reports."""
         version = (await self._call_for_object("GET", "/model_info")).get("weight_version")
         if not isinstance(version, str):
-            raise EngineResponseError(f"/model_info gives no weight version, but {version!r}", engine=self.url)
+            raise EngineResponseError(
+                f"/model_info gives no weight version, but {version!r}", engine=self.url
+            )
         return version
 
     async def health(self, *, timeout_s: float = 10.0) -> bool:
@@ -195,7 +208,9 @@ class SglangClient:
     async def _call_for_object(self, method: str, route: str) -> dict[str, Any]:
         answer = await self._call(method, route, None)
         if not isinstance(answer, dict):
-            raise EngineResponseError(f"{route} answered {answer!r:.200} instead of an object", engine=self.url)
+            raise EngineResponseError(
+                f"{route} answered {answer!r:.200} instead of an object", engine=self.url
+            )
         return answer
 
     async def _call(self, method: str, route: str, body: Mapping[str, Any] | None) -> Any:
@@ -207,7 +222,9 @@ class SglangClient:
             reason = str(error) or type(error).__name__
             raise EngineUnavailableError(f"{route} got no answer: {reason}", engine=self.url) from error
         except ValueError as error:
-            raise EngineResponseError(f"{route} answered what is not JSON: {error}", engine=self.url) from error
+            raise EngineResponseError(
+                f"{route} answered what is not JSON: {error}", engine=self.url
+            ) from error
         if status >= 500:
             raise EngineUnavailableError(f"{route} failed with HTTP {status}: {text:.500}", engine=self.url)
         if status >= 400:
@@ -244,15 +261,25 @@ def _logprobs(meta: Mapping[str, Any], output_ids: list[int], engine: str) -> li
         raise EngineResponseError("the log-probabilities are missing", engine=engine)
     entries = entries or []
     if len(entries) != len(output_ids):
-        raise EngineResponseError(f"{len(entries)} log-probabilities for {len(output_ids)} tokens", engine=engine)
+        raise EngineResponseError(
+            f"{len(entries)} log-probabilities for {len(output_ids)} tokens", engine=engine
+        )
     logprobs = []
     for place, (entry, token) in enumerate(zip(entries, output_ids, strict=True)):
         if not isinstance(entry, (list, tuple)) or len(entry) < 2:
-            raise EngineResponseError(f"log-probability {place} is {entry!r} instead of [value, token, ...]", engine=engine)
+            raise EngineResponseError(
+                f"log-probability {place} is {entry!r} instead of [value, token, ...]", engine=engine
+            )
         value, of_token = entry[0], entry[1]
         if of_token != token:
-            raise EngineResponseError(f"log-probability {place} is of token {of_token}, not {token}", engine=engine)
-        if not isinstance(value, (int, float)) or not math.isfinite(value) or not MASKED_LOGPROB < value <= MAX_LOGPROB:
+            raise EngineResponseError(
+                f"log-probability {place} is of token {of_token}, not {token}", engine=engine
+            )
+        if (
+            not isinstance(value, (int, float))
+            or not math.isfinite(value)
+            or not MASKED_LOGPROB < value <= MAX_LOGPROB
+        ):
             raise EngineResponseError(f"log-probability {place} is {value!r}", engine=engine)
         logprobs.append(float(value))
     return logprobs
@@ -267,9 +294,17 @@ def _weight_versions(meta: Mapping[str, Any], num_tokens: int, engine: str) -> l
         return [version] * num_tokens
     versions: list[str] = []
     for span in spans:
-        if not isinstance(span, dict) or span.get("start") != len(versions) or not isinstance(span.get("version"), str):
-            raise EngineResponseError(f"the weight version spans do not follow one another: {spans!r:.200}", engine=engine)
+        if (
+            not isinstance(span, dict)
+            or span.get("start") != len(versions)
+            or not isinstance(span.get("version"), str)
+        ):
+            raise EngineResponseError(
+                f"the weight version spans do not follow one another: {spans!r:.200}", engine=engine
+            )
         versions += [span["version"]] * (int(span["end"]) - len(versions))
     if len(versions) != num_tokens:
-        raise EngineResponseError(f"weight version spans of {len(versions)} tokens for {num_tokens}", engine=engine)
+        raise EngineResponseError(
+            f"weight version spans of {len(versions)} tokens for {num_tokens}", engine=engine
+        )
     return versions

@@ -32,7 +32,7 @@ _SHIM_FOLDER = Path(__file__).parent / "sglang_cpu"
 _QUOTED_LOG_LINES = 25
 _POLL_S = 0.1
 
-CPU_ARGS = ("--log-level", "warning")
+CPU_ARGS = ("--log-level", "warning", "--skip-server-warmup")
 """Server flags that measured best on a CPU; `extra_args` come later and so win."""
 
 
@@ -51,7 +51,9 @@ class SglangOptions:
     dtype: str = "auto"
     """"auto": float32 on a CPU, the checkpoint's on CUDA."""
     max_total_tokens: int | None = None
-    """Size of the KV cache in tokens; None: 65536 on a CPU, SGLang's own choice on CUDA."""
+    """Size of the KV cache in tokens; None: 32768 on a CPU, SGLang's own choice on CUDA."""
+    load_tokenizer: bool = False
+    """False: token ids in and out only, and SGLang then has no stop strings and no min_new_tokens."""
     weight_version: str | None = None
     """Label of the weights that the server starts with."""
     extra_args: tuple[str, ...] = ()
@@ -154,7 +156,9 @@ class SglangServer:
         while not self._healthy():
             if not self.alive():
                 self.stop()
-                raise EngineStartError(f"SGLang ended while it started; the end of its log:\n{self._log_tail()}")
+                raise EngineStartError(
+                    f"SGLang ended while it started; the end of its log:\n{self._log_tail()}"
+                )
             if time.monotonic() > deadline:
                 self.stop()
                 raise EngineStartError(
@@ -174,7 +178,10 @@ class SglangServer:
         return self._process is not None and self._process.poll() is None
 
     def stop(self, grace_s: float = 3.0) -> None:
-        """End the whole process group: SIGTERM, after `grace_s` SIGKILL; return when nothing of it is left.
+        """End the server: SIGINT to the launcher, after `grace_s` SIGKILL to the group; return when nothing of it is left.
+
+        SIGINT because SGLang looks for SIGTERM only every 5 s; the engine holds nothing durable, so its requests are not
+        waited for.
 
         Raises:
             EngineError: processes survived SIGKILL for 10 s (stuck in the kernel); names them.
@@ -182,13 +189,14 @@ class SglangServer:
         if self._process is None:
             return
         group = self._process.pid
-        for sign, patience_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, 10.0)):
-            _signal_group(group, sign)
-            deadline = time.monotonic() + patience_s
-            while _group_members(group) and time.monotonic() < deadline:
-                time.sleep(0.02)
-        if remaining := _group_members(group):
+        if self.alive():
+            self._process.send_signal(signal.SIGINT)
+        _wait_until_gone(group, grace_s)
+        if _group_members(group):
+            _kill_group(group)
+        if remaining := _wait_until_gone(group, 10.0):
             raise EngineError(f"processes of the SGLang server survived SIGKILL: {remaining}")
+        self._process.wait()
 
     def _log_tail(self) -> str:
         with open(self.options.log_path, "rb") as log:
@@ -211,29 +219,36 @@ def launch_command(options: SglangOptions, port: int) -> list[str]:
     """Return the command line of the server."""
     cpu = options.resolved_device() == "cpu"
     dtype = "float32" if cpu and options.dtype == "auto" else options.dtype
-    max_total_tokens = options.max_total_tokens or (65536 if cpu else None)
+    max_total_tokens = options.max_total_tokens or (32768 if cpu else None)
     return [
         *(sys.executable, "-m", "sglang.launch_server"),
         *("--model-path", str(options.model_path), "--host", options.host, "--port", str(port)),
         *("--device", options.resolved_device(), "--dtype", dtype),
         *(("--max-total-tokens", str(max_total_tokens)) if max_total_tokens else ()),
         *(("--weight-version", options.weight_version) if options.weight_version else ()),
+        *(() if options.load_tokenizer else ("--skip-tokenizer-init",)),
         *(CPU_ARGS if cpu else ()),
         *options.extra_args,
     ]
 
 
-def launch_environment(options: SglangOptions, inherited: os._Environ[str] | dict[str, str]) -> dict[str, str]:
+def launch_environment(
+    options: SglangOptions, inherited: os._Environ[str] | dict[str, str]
+) -> dict[str, str]:
     """Return the environment of the server: the inherited one, the death signal, and on a CPU the stubs."""
     path = os.pathsep.join(filter(None, (str(_SHIM_FOLDER), inherited.get("PYTHONPATH", ""))))
-    environment = {**inherited, "PYTHONPATH": path, "STRAWFLOW_GUARDIAN_PID": str(os.getpid()), "PYTHONUNBUFFERED": "1"}
+    environment = {
+        **inherited,
+        "PYTHONPATH": path,
+        "STRAWFLOW_GUARDIAN_PID": str(os.getpid()),
+        "PYTHONUNBUFFERED": "1",
+    }
     if options.model_path.is_dir():
         environment["HF_HUB_OFFLINE"] = "1"
     if options.resolved_device() == "cpu":
         environment |= {
             "SGLANG_USE_CPU_ENGINE": "1",
-            "STRAWFLOW_SGLANG_STUBS": "1",
-            "STRAWFLOW_SGLANG_BATCHED_ATTENTION": "1",
+            "STRAWFLOW_SGLANG_CPU": "1",
             "OMP_NUM_THREADS": str(options.threads),
         }
     return environment
@@ -245,11 +260,19 @@ def _free_port(host: str) -> int:
         return int(probe.getsockname()[1])
 
 
-def _signal_group(group: int, sign: signal.Signals) -> None:
+def _wait_until_gone(group: int, patience_s: float) -> list[int]:
+    """Wait until the group has no live process; return those left when the patience ended."""
+    deadline = time.monotonic() + patience_s
+    while (members := _group_members(group)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return members
+
+
+def _kill_group(group: int) -> None:
     try:
-        os.killpg(group, sign)
+        os.killpg(group, signal.SIGKILL)
     except ProcessLookupError:
-        return  # nothing of it is left
+        return  # the last of it ended meanwhile
 
 
 def _group_members(group: int) -> list[int]:

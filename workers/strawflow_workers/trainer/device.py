@@ -72,6 +72,8 @@ def prepare_process(*, threads: int) -> None:
     Floating-point sums depend on how they are split over threads, so equal weights need an equal thread
     count.
     """
+    # Megatron's own calls use forms it deprecates, on every forward pass.
+    warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"megatron\.")
     torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(True)
     # The deterministic switch also fills every fresh tensor with NaN; no value read here is ever unwritten,

@@ -59,9 +59,7 @@ def first_objective(config: RunConfig) -> str:
     return "sft" if config.warm_start.steps else "grpo"
 
 
-def to_mini_batches(
-    batch: Batch, rows: Iterable[tuple[MicroBatchPlace, pa.RecordBatch]]
-) -> list[MiniBatch]:
+def to_mini_batches(batch: Batch, rows: Iterable[tuple[MicroBatchPlace, pa.RecordBatch]]) -> list[MiniBatch]:
     """Turn packed rows into what the trainer takes, by mini-batch; the list buffers are used as they lie."""
     by_mini: dict[int, list[PackedMicroBatch]] = {}
     for place, packed in rows:
@@ -184,9 +182,7 @@ class TrainerLoop:
             config.total_steps,
         )
 
-    def _checkpoint(
-        self, trainer: MegatronTrainer, resumption: Resumption, step: int, committed: int
-    ) -> int:
+    def _checkpoint(self, trainer: MegatronTrainer, resumption: Resumption, step: int, committed: int) -> int:
         started = time.monotonic()
         trainer.save_checkpoint(self._run.root / consume.checkpoint_path(resumption.role, step))
         consume.commit_checkpoint(

@@ -57,7 +57,9 @@ def replay(run: Run, *, from_step: int | None = None, to_step: int | None = None
     for step in range(first, last + 1):
         batch = consume.batch_of_step(run, step)
         if batch is None:
-            raise NotFoundError(f"{run.root} holds no batch of step {step}; it has {stored[0]} to {stored[-1]}")
+            raise NotFoundError(
+                f"{run.root} holds no batch of step {step}; it has {stored[0]} to {stored[-1]}"
+            )
         rows = consume.read_batch(run, reader, batch)
         metrics = apply_batch(trainer, run.config, batch, to_mini_batches(batch, rows))
         checkpoint = checkpoints.get(step)

@@ -11,6 +11,7 @@ Out: {"ready": true} or {"refused": text}, then [id, "scored", number], [id, "fa
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import math
@@ -34,8 +35,9 @@ _FAILURE_CHARS = 2000
 def main() -> None:
     """Serve until the pool closes the stream."""
     die_with_parent(int(sys.argv[1]))
-    # When memory runs out the kernel should take the verifier, not the engine or the trainer.
-    with open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
+    # When memory runs out the kernel should take the verifier, not the engine or the trainer: a wish, which a
+    # container with a read-only /proc cannot grant.
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
         file.write("500")
     wire = _Wire()
     spec = RewardSpec(**wire.next_message()["spec"])

@@ -1,7 +1,7 @@
 """Runs at the start of every Python process of an SGLang process tree (the folder is put first on PYTHONPATH).
 
 1. The process dies with its parent (`strawflow_deathsig`), on every device: no engine outlives who started it.
-2. With STRAWFLOW_SGLANG_STUBS=1 (hosts without CUDA) imports by sglang of packages that cannot be had resolve to
+2. With STRAWFLOW_SGLANG_CPU=1 (hosts without CUDA) imports by sglang of packages that cannot be had resolve to
    stubs that raise when called (`strawflow_sglang_stubs`).
 3. A sitecustomize that this one hides is run as well. This module knows nothing of the server's options.
 """
@@ -16,7 +16,7 @@ import strawflow_deathsig
 
 strawflow_deathsig.arm()
 
-if os.environ.get("STRAWFLOW_SGLANG_STUBS") == "1":
+if os.environ.get("STRAWFLOW_SGLANG_CPU") == "1":
     import strawflow_sglang_stubs
 
     strawflow_sglang_stubs.install()

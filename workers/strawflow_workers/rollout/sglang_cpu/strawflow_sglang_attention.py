@@ -1,37 +1,20 @@
-"""Batched attention for SGLang's torch_native backend on a CPU, registered through SGLang's plugin hooks.
+"""Batched attention for SGLang's torch_native backend on a CPU; hooked in by strawflow_sglang_plugin.
 
 SGLang loops over the sequences of a batch in Python: with hundreds of short sequences that loop is most of a step.
 Here the sequences are padded to the longest and attended to in one call.
 
 1. Same mathematics: padded places are masked, and the KV slot they would read is slot 0, which is always finite.
 2. Batches that would pad to more than `MAX_PADDED_SCORES`, sliding windows, encoders and mixed dtypes take SGLang's own loop.
-3. Active only with STRAWFLOW_SGLANG_BATCHED_ATTENTION=1, which is set for CPU servers.
+It imports torch only when called, and nothing of SGLang.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
-BACKEND = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
 MAX_PADDED_SCORES = 1 << 18
 """Most (sequence, query, key) places of one padded call; bounds the copied keys and the mask."""
-
-
-def register() -> None:
-    """Entry point of group `sglang.srt.plugins`; SGLang calls it in each of its processes."""
-    if os.environ.get("STRAWFLOW_SGLANG_BATCHED_ATTENTION") == "1":
-        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-        HookRegistry.register(f"{BACKEND}._run_sdpa_forward_decode", decode_hook, HookType.AROUND)
-        HookRegistry.register(f"{BACKEND}._run_sdpa_forward_extend", extend_hook, HookType.AROUND)
-        if os.environ.get("XFORK"): HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", fork_children, HookType.AFTER)
-
-
-def fork_children(*_: object) -> None:
-    import multiprocessing
-    multiprocessing.set_start_method("fork", force=True)
 
 
 def decode_hook(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -88,7 +71,14 @@ def decode(
 
 
 def extend(
-    query: Any, output: Any, k_cache: Any, v_cache: Any, slots: Any, prefix_lens: Any, extend_lens: Any, scaling: float | None
+    query: Any,
+    output: Any,
+    k_cache: Any,
+    v_cache: Any,
+    slots: Any,
+    prefix_lens: Any,
+    extend_lens: Any,
+    scaling: float | None,
 ) -> Any:
     """Attend causally with `extend_lens` new tokens per sequence that follow `prefix_lens` cached ones.
 
@@ -101,7 +91,10 @@ def extend(
     is_new = places < extend_lens[:, None]  # [num_seqs, longest_extend]
     keys_at = torch.arange(slots.shape[1])
     last_key = prefix_lens[:, None] + places  # the key of the query's own token
-    visible = keys_at[None, None, :] <= torch.minimum(last_key, (prefix_lens + extend_lens - 1)[:, None])[:, :, None]
+    visible = (
+        keys_at[None, None, :]
+        <= torch.minimum(last_key, (prefix_lens + extend_lens - 1)[:, None])[:, :, None]
+    )
     slots = slots.masked_fill(keys_at >= (prefix_lens + extend_lens)[:, None], 0).long()
     padded = query.new_zeros(*is_new.shape, *query.shape[1:])
     padded[is_new] = query

@@ -34,6 +34,9 @@ DECLARATIONS = {
 """Names that may be called while a module is imported: they declare a kernel and run nothing."""
 
 
+HIDDEN_PACKAGES = ("megatron",)
+"""Installed here for the trainer; a debugging aid of sglang would load it into every server, seconds for nothing."""
+
 ABSENT_MODULES = frozenset({"triton.knobs"})
 """Modules younger than the version the stub claims: importing one fails as it did there, and sglang copes with that."""
 
@@ -53,7 +56,9 @@ class StubBase:
     """What a class gets as its base when sglang derives it from a stubbed class; it cannot be instantiated."""
 
     def __new__(cls, *_: object, **__: object) -> NoReturn:
-        raise StubCalledError(f"{getattr(cls, '_stub_base_name', 'a stubbed class')} (base of {cls.__qualname__})")
+        raise StubCalledError(
+            f"{getattr(cls, '_stub_base_name', 'a stubbed class')} (base of {cls.__qualname__})"
+        )
 
 
 class Stub:
@@ -160,10 +165,17 @@ class StubModule(types.ModuleType):
 class StubImporter:
     """Replacement of `builtins.__import__` that hands stubs to modules of sglang only."""
 
-    def __init__(self, original: Callable[..., Any], packages: Sequence[str], importers: Sequence[str]) -> None:
+    def __init__(
+        self,
+        original: Callable[..., Any],
+        packages: Sequence[str],
+        importers: Sequence[str],
+        hidden: Sequence[str],
+    ) -> None:
         self._original = original
-        self._packages = frozenset(packages)
+        self._packages = frozenset((*packages, *hidden))
         self._importers = frozenset(importers)
+        self._hidden = frozenset(hidden)
         self._modules: dict[str, StubModule] = {}
 
     def __call__(
@@ -183,7 +195,7 @@ class StubImporter:
         return importing is not None and str(importing.get("__name__")).partition(".")[0] in self._importers
 
     def _module(self, name: str) -> StubModule:
-        if name in ABSENT_MODULES:
+        if name in ABSENT_MODULES or name.partition(".")[0] in self._hidden:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
         if name not in self._modules:
             parent, _, last = name.rpartition(".")
@@ -193,9 +205,10 @@ class StubImporter:
         return self._modules[name]
 
 
-def install(packages: Sequence[str] = STUBBED_PACKAGES, importers: Sequence[str] = ("sglang",)) -> tuple[str, ...]:
+def install(
+    packages: Sequence[str] = STUBBED_PACKAGES, importers: Sequence[str] = ("sglang",)
+) -> tuple[str, ...]:
     """Let modules of `importers` import stubs of those `packages` that are not installed; return their names."""
     absent = tuple(name for name in packages if importlib.machinery.PathFinder.find_spec(name) is None)
-    if absent:
-        builtins.__import__ = StubImporter(builtins.__import__, absent, importers)
+    builtins.__import__ = StubImporter(builtins.__import__, absent, importers, HIDDEN_PACKAGES)
     return absent

@@ -1,0 +1,368 @@
+"""A generation engine that speaks SGLang's HTTP routes and computes nothing: for tests of everything around an engine.
+
+1. What it answers is a pure function of (prompt ids, sample index, sampling seed, weight version): `expected_generation`
+   gives the same answer without a server. Request ids, timing and earlier requests do not matter.
+2. Faults are switched on by `Faults` at the start, by command-line flags, or later by POST /faults; counted faults
+   ("every nth") count requests from the last change.
+3. It dies with the thread that started it: start it from one that lives as long as the engine should.
+Standard library only. It knows no tokenizer and no model; a model path is only a name here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import hashlib
+import json
+import os
+import random
+import signal
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+DEATH_EXIT_CODE = 70
+_PR_SET_PDEATHSIG = 1
+_DEFAULT_MAX_NEW_TOKENS = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class Faults:
+    """Which faults are on; zero or False is off."""
+
+    error_rate_every_nth: int = 0
+    """Every nth /generate is answered with HTTP 500."""
+    delay_s: float = 0.0
+    """Each /generate waits so long first; an abort ends the wait."""
+    short_logprobs: int = 0
+    """Every nth /generate lacks the last log-probability of its first sample."""
+    nan_logprobs: int = 0
+    """Every nth /generate has NaN as the first log-probability of its first sample."""
+    wrong_version: bool = False
+    """Weight updates succeed, and the old label stays."""
+    die_on_update: int = 0
+    """The process ends without an answer at its nth weight update."""
+    hang: bool = False
+    """/generate is never answered, until it is aborted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FakeEngineOptions:
+    """What a fake engine is started with."""
+
+    vocab_size: int = 320
+    eos: int = 257
+    model_path: str = "fake/default"
+    weight_version: str | None = None
+    """First label; None: the last component of model_path."""
+    host: str = "127.0.0.1"
+    port: int = 0
+    faults: Faults = field(default_factory=Faults)
+
+    def first_label(self) -> str:
+        return self.weight_version if self.weight_version is not None else Path(self.model_path).name
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One answer: tokens, their log-probabilities, and "stop" or "length"."""
+
+    output_ids: list[int]
+    logprobs: list[float]
+    finish_reason: str
+
+
+def expected_generation(
+    input_ids: Sequence[int],
+    *,
+    sample: int,
+    weight_version: str,
+    vocab_size: int,
+    eos: int,
+    max_new_tokens: int = _DEFAULT_MAX_NEW_TOKENS,
+    sampling_seed: int | None = None,
+) -> Sample:
+    """Return what a fake engine answers: 1 to max_new_tokens tokens, the last one `eos` unless the length ran out."""
+    key = json.dumps([list(input_ids), sample, weight_version, sampling_seed]).encode()
+    draw = random.Random(
+        hashlib.blake2b(key, digest_size=16).digest()
+    )  # seeded by bytes: the same on every host
+    length = draw.randint(1, max_new_tokens + 1)
+    body = [draw.randrange(vocab_size) for _ in range(length)]
+    ordinary = [token if token != eos else (token + 1) % vocab_size for token in body]
+    finished = length <= max_new_tokens
+    output_ids = [*ordinary[: length - 1], eos] if finished else ordinary[:max_new_tokens]
+    logprobs = [-round(draw.uniform(0.01, 6.0), 6) for _ in output_ids]
+    return Sample(output_ids, logprobs, "stop" if finished else "length")
+
+
+class FakeEngine:
+    """A fake engine in threads of this process; `python -m strawflow.testing.fake_engine` runs one as a process."""
+
+    def __init__(self, options: FakeEngineOptions | None = None) -> None:
+        self.options = options or FakeEngineOptions()
+        self._lock = threading.Lock()
+        self._faults = self.options.faults
+        self._model_path = self.options.model_path
+        self._weight_version = self.options.first_label()
+        self._counts = {"generate": 0, "update": 0}
+        self._in_flight: dict[int, tuple[str, threading.Event]] = {}
+        self._server = _Server((self.options.host, self.options.port), _handler_of(self))
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.options.host}:{self._server.server_address[1]}"
+
+    @property
+    def weight_version(self) -> str:
+        return self._weight_version
+
+    def set_faults(self, **changes: Any) -> Faults:
+        """Change fault switches and begin counting anew.
+
+        Raises:
+            TypeError: no such switch.
+        """
+        with self._lock:
+            self._faults = replace(self._faults, **changes)
+            self._counts = {"generate": 0, "update": 0}
+            return self._faults
+
+    def serve(self) -> None:
+        """Answer requests until `close`."""
+        self._server.serve_forever(poll_interval=0.05)
+
+    def close(self) -> None:
+        """Stop serving; whatever waits is aborted."""
+        self._abort("")
+        self._server.shutdown()
+        self._server.server_close()
+
+    def __enter__(self) -> FakeEngine:
+        threading.Thread(target=self.serve, name="fake-engine", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def answer(self, method: str, route: str, body: Any) -> tuple[int, Any]:
+        """Return (HTTP status, JSON content) of one request."""
+        actions: dict[tuple[str, str], Callable[[Any], tuple[int, Any]]] = {
+            ("GET", "/health"): lambda _: (200, None),
+            ("GET", "/model_info"): lambda _: (200, self._model_info()),
+            ("GET", "/server_info"): lambda _: (200, self._server_info()),
+            ("GET", "/faults"): lambda _: (200, {**asdict(self._faults), "counts": self._counts}),
+            ("POST", "/faults"): self._change_faults,
+            ("POST", "/generate"): self._generate,
+            ("POST", "/abort_request"): self._abort_request,
+            ("POST", "/update_weights_from_disk"): self._update_weights,
+            ("POST", "/flush_cache"): lambda _: (200, "Cache flushed.\n"),
+        }
+        action = actions.get((method, route))
+        return action(body) if action else (404, {"detail": "Not Found"})
+
+    def _model_info(self) -> dict[str, Any]:
+        return {
+            "model_path": self._model_path,
+            "weight_version": self._weight_version,
+            "is_generation": True,
+        }
+
+    def _server_info(self) -> dict[str, Any]:
+        return {"version": "fake", "model_path": self._model_path, "weight_version": self._weight_version}
+
+    def _change_faults(self, body: Any) -> tuple[int, Any]:
+        try:
+            return 200, asdict(self.set_faults(**body))
+        except TypeError as error:
+            return 400, {"error": str(error)}
+
+    def _count(self, verb: str) -> tuple[int, Faults]:
+        with self._lock:
+            self._counts[verb] += 1
+            return self._counts[verb], self._faults
+
+    def _generate(self, body: Any) -> tuple[int, Any]:
+        number, faults = self._count("generate")
+        input_ids = body.get("input_ids")
+        if not isinstance(input_ids, list) or not all(isinstance(token, int) for token in input_ids):
+            return 400, {"error": {"message": "input_ids must be one list of token ids"}}
+        if any(not 0 <= token < self.options.vocab_size for token in input_ids):
+            return 400, {"error": {"message": "input_ids holds a token outside the vocabulary"}}
+        if _due(faults.error_rate_every_nth, number):
+            return 500, {"error": {"message": f"injected failure of request {number}"}}
+        aborted = self._wait(number, str(body.get("rid") or ""), faults)
+        params = body.get("sampling_params") or {}
+        samples = [
+            self._sample(body, params, index, aborted=aborted) for index in range(int(params.get("n", 1)))
+        ]
+        if body.get("return_logprob"):
+            _spoil(samples[0]["meta_info"], faults, number)
+        return 200, samples if len(samples) > 1 else samples[0]
+
+    def _wait(self, number: int, rid: str, faults: Faults) -> bool:
+        """Wait as the faults ask; return whether the request was aborted meanwhile."""
+        aborted = threading.Event()
+        with self._lock:
+            self._in_flight[number] = (rid, aborted)
+        try:
+            return aborted.wait(None if faults.hang else faults.delay_s)
+        finally:
+            with self._lock:
+                del self._in_flight[number]
+
+    def _sample(self, body: Any, params: Any, index: int, *, aborted: bool) -> dict[str, Any]:
+        version = self._weight_version
+        found = expected_generation(
+            body["input_ids"],
+            sample=index,
+            weight_version=version,
+            vocab_size=self.options.vocab_size,
+            eos=self.options.eos,
+            max_new_tokens=int(params.get("max_new_tokens", _DEFAULT_MAX_NEW_TOKENS)),
+            sampling_seed=params.get("sampling_seed"),
+        )
+        output_ids = [] if aborted else found.output_ids
+        meta: dict[str, Any] = {
+            "id": f"{body.get('rid') or 'request'}-{index}",
+            "finish_reason": {"type": "abort" if aborted else found.finish_reason},
+            "prompt_tokens": len(body["input_ids"]),
+            "completion_tokens": len(output_ids),
+            "cached_tokens": 0,
+            "weight_version": version,
+            "weight_versions": [{"version": version, "start": 0, "end": len(output_ids)}],
+        }
+        if body.get("return_logprob"):
+            pairs = zip(found.logprobs, output_ids, strict=False)
+            meta["output_token_logprobs"] = [[logprob, token, None] for logprob, token in pairs]
+        return {"output_ids": output_ids, "meta_info": meta}
+
+    def _abort_request(self, body: Any) -> tuple[int, Any]:
+        if not body.get("abort_all") and not body.get("rid"):
+            return 200, None  # as SGLang: an empty name aborts nothing
+        self._abort("" if body.get("abort_all") else str(body["rid"]))
+        return 200, None
+
+    def _abort(self, rid_prefix: str) -> None:
+        with self._lock:
+            for rid, aborted in self._in_flight.values():
+                if rid.startswith(rid_prefix):
+                    aborted.set()
+
+    def _update_weights(self, body: Any) -> tuple[int, Any]:
+        number, faults = self._count("update")
+        if _due(faults.die_on_update, number):
+            os._exit(DEATH_EXIT_CODE)
+        path = Path(str(body.get("model_path")))
+        if not (path / "config.json").is_file():
+            return 400, {"success": False, "message": f"no config.json in {path}", "num_paused_requests": 0}
+        with self._lock:
+            self._model_path = str(path)
+            if body.get("weight_version") and not faults.wrong_version:
+                self._weight_version = str(body["weight_version"])
+        return 200, {
+            "success": True,
+            "message": "Succeeded to update model weights.",
+            "num_paused_requests": 0,
+        }
+
+
+def _due(every_nth: int, number: int) -> bool:
+    return every_nth > 0 and number % every_nth == 0
+
+
+def _spoil(meta: dict[str, Any], faults: Faults, number: int) -> None:
+    if _due(faults.short_logprobs, number):
+        meta["output_token_logprobs"] = meta["output_token_logprobs"][:-1]
+    if _due(faults.nan_logprobs, number) and meta["output_token_logprobs"]:
+        meta["output_token_logprobs"][0][0] = float("nan")
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 512  # the default of 5 resets connections when a whole step arrives at once
+
+
+def _handler_of(engine: FakeEngine) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+        wbufsize = -1  # header and body in one segment
+        disable_nagle_algorithm = True
+
+        def do_GET(self) -> None:
+            self._reply(*engine.answer("GET", self.path.partition("?")[0], None))
+
+        def do_POST(self) -> None:
+            raw = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            try:
+                body = json.loads(raw) if raw.strip() else {}
+            except ValueError as error:
+                self._reply(400, {"error": {"message": f"the body is not JSON: {error}"}})
+                return
+            self._reply(*engine.answer("POST", self.path.partition("?")[0], body))
+
+        def _reply(self, status: int, content: Any) -> None:
+            text = "" if content is None else content if isinstance(content, str) else json.dumps(content)
+            kind = "text/plain" if isinstance(content, str) else "application/json"
+            payload = text.encode()
+            self.send_response(status)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(payload)))
+            self.end_headers()
+            self.wfile.write(payload)
+
+        def handle(self) -> None:
+            try:
+                super().handle()
+            except ConnectionError:
+                self.close_connection = True  # the client was killed or gave up: nobody is left to tell
+
+        def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the name in the base class
+            return None
+
+    return Handler
+
+
+def _die_with_parent() -> None:
+    """End when the thread that started this process ends (Linux)."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() == 1:  # it ended before the call above
+            os._exit(DEATH_EXIT_CODE)
+
+
+def _switch(text: str) -> bool:
+    return text.lower() in ("1", "true", "yes", "on")
+
+
+def _parse(arguments: Sequence[str] | None) -> FakeEngineOptions:
+    parser = argparse.ArgumentParser(prog="python -m strawflow.testing.fake_engine", description=__doc__)
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--vocab-size", type=int, default=320)
+    parser.add_argument("--eos", type=int, default=257)
+    parser.add_argument("--model-path", default="fake/default")
+    parser.add_argument("--weight-version")
+    for switch in fields(Faults):
+        kind = _switch if isinstance(switch.default, bool) else type(switch.default)
+        names = dict.fromkeys((f"--{switch.name.replace('_', '-')}", f"--{switch.name}"))
+        parser.add_argument(*names, dest=switch.name, type=kind, default=switch.default)
+    found = vars(parser.parse_args(arguments))
+    faults = Faults(**{switch.name: found.pop(switch.name) for switch in fields(Faults)})
+    return FakeEngineOptions(**found, faults=faults)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Serve until killed; prints one JSON line with url and pid when it answers."""
+    _die_with_parent()
+    engine = FakeEngine(_parse(arguments))
+    print(json.dumps({"url": engine.url, "pid": os.getpid()}), flush=True)
+    engine.serve()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""Packing: advantages, order, denominators and the fate of every member."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from strawflow.config import RunConfig
+from strawflow.index.units import Unit
+from strawflow.states import UnitState
+from strawflow_workers.assemble.packing import Group, build_batch, is_usable, min_group_size
+
+
+def unit(unit_id: int) -> Unit:
+    return Unit(
+        unit_id=unit_id,
+        branch_id="main",
+        purpose="train",
+        profile="train",
+        segment_id=1,
+        epoch=0,
+        position=unit_id,
+        state=UnitState.COMPLETED,
+        required_version_id=None,
+        fence=1,
+        seq=1,
+        attempts=1,
+        crashes=0,
+        session_id=None,
+        last_error=None,
+        extent_id="e",
+        row_start=0,
+        row_count=1,
+        version_step=0,
+        mean_reward=None,
+        num_tokens=None,
+    )
+
+
+def row(unit_id: int, member: int, *, reward: float | None, num_tokens: int = 3) -> dict[str, Any]:
+    failed = reward is None
+    return {
+        "unit_id": unit_id,
+        "fence": 1,
+        "seq": 1,
+        "member": member,
+        "segment": 0,
+        "status": "failed" if failed else "finished",
+        "failure": "reward: ValueError" if failed else None,
+        "prompt_tokens": [10, 11],
+        "response_tokens": [100 + unit_id, 20 + member, *range(num_tokens - 2)],
+        "loss_mask": [1] * num_tokens,
+        "logprobs": [-0.5 - member] * num_tokens,
+        "token_versions": [0] * num_tokens,
+        "weight_versions": ["v4"],
+        "reward": reward,
+        "temperature": 0.7,
+    }
+
+
+def group(unit_id: int, rewards: list[float | None], **more: Any) -> Group:
+    return Group(unit(unit_id), [row(unit_id, m, reward=r, **more) for m, r in enumerate(rewards)])
+
+
+def config(**assemble: Any) -> RunConfig:
+    return RunConfig.model_validate({"assemble": assemble})
+
+
+def build(groups: list[Group], **assemble: Any) -> Any:
+    return build_batch(groups, step=5, objective="grpo", version_steps={"v4": 4}, config=config(**assemble))
+
+
+def test_packed_arrays_are_aligned_to_tokens_and_prompts_are_never_trained() -> None:
+    plan = build([group(1, [1.0, 0.0])], mini_batches=1)
+    (micro,) = plan.micro_batches
+    for packed in micro.rows.to_pylist():
+        lengths = {
+            len(packed[name]) for name in ("tokens", "loss_mask", "logprobs", "advantages", "version_steps")
+        }
+        assert lengths == {5}
+        assert packed["loss_mask"] == [0, 0, 1, 1, 1]
+        assert packed["version_steps"] == [-1, -1, 4, 4, 4]
+        assert packed["tokens"][:2] == [10, 11]
+        assert packed["tokens"][2] == 101
+        assert packed["logprobs"][2:] == [-0.5 - packed["member"]] * 3
+        assert packed["temperature"] == np.float32(0.7)
+
+
+def test_a_group_of_equal_rewards_is_dropped_with_its_reason_and_not_packed() -> None:
+    plan = build([group(1, [1.0, 1.0]), group(2, [1.0, 0.0])])
+    fates = {a.unit_id: (a.outcome, a.reason) for a in plan.assignments}
+    assert fates == {1: ("dropped", "zero_deviation"), 2: ("trained", None)}
+    packed = {r["unit_id"] for m in plan.micro_batches for r in m.rows.to_pylist()}
+    assert packed == {2}
+    outcomes = {(r["unit_id"], r["outcome"], r["reason"]) for r in plan.plan.to_pylist()}
+    assert outcomes == {(1, "filtered", "zero_deviation"), (2, "trained", None)}
+
+
+def test_a_failed_member_is_excluded_from_baseline_and_rows_and_named_in_the_plan() -> None:
+    plan = build([group(1, [1.0, None, 0.0, 0.5])], mini_batches=1)
+    rows = plan.micro_batches[0].rows.to_pylist()
+    assert sorted(r["member"] for r in rows) == [0, 2, 3]
+    total = sum(r["advantages"][-1] for r in rows)
+    assert total == pytest.approx(0.0, abs=1e-6)
+    excluded = [r for r in plan.plan.to_pylist() if r["outcome"] == "excluded"]
+    assert [(r["member"], r["reason"]) for r in excluded] == [(1, "reward: ValueError")]
+
+
+def test_denominators_count_the_trained_tokens_of_each_mini_batch() -> None:
+    plan = build([group(u, [1.0, 0.0, 0.0], num_tokens=3 + u) for u in range(1, 5)], mini_batches=2)
+    for mini, denominator in enumerate(plan.denominators):
+        masks = [
+            sum(r["loss_mask"])
+            for m in plan.micro_batches
+            if m.mini_batch == mini
+            for r in m.rows.to_pylist()
+        ]
+        assert denominator == sum(masks)
+    assert sum(plan.denominators) == sum(3 * (3 + u) for u in range(1, 5))
+
+
+def test_micro_batches_stay_below_the_token_limit_and_lose_nothing() -> None:
+    groups = [group(u, [1.0, 0.0]) for u in range(1, 11)]
+    plan = build(groups, mini_batches=2, max_tokens_per_micro_batch=12)
+    sizes = [len(m.rows.column("tokens").flatten()) for m in plan.micro_batches]
+    assert max(sizes) <= 12
+    assert plan.num_sequences == 20
+    assert len({(m.mini_batch, m.micro_batch) for m in plan.micro_batches}) == len(plan.micro_batches)
+
+
+def test_the_same_groups_give_the_same_bytes() -> None:
+    groups = [group(u, [1.0, 0.0]) for u in range(1, 6)]
+    first, second = build(groups), build(groups)
+    assert [m.rows for m in first.micro_batches] == [m.rows for m in second.micro_batches]
+
+
+def test_a_step_without_any_signal_has_no_rows_but_every_fate() -> None:
+    plan = build([group(1, [0.0, 0.0]), group(2, [1.0, 1.0])])
+    assert plan.micro_batches == []
+    assert plan.denominators == ()
+    assert [a.reason for a in plan.assignments] == ["zero_deviation"] * 2
+
+
+def test_staleness_is_the_distance_to_the_oldest_weights() -> None:
+    plan = build_batch(
+        [group(1, [1.0, 0.0])], step=8, objective="grpo", version_steps={"v4": 4}, config=config()
+    )
+    assert plan.max_staleness == 3
+
+
+@pytest.mark.parametrize(("members", "least"), [(1, 1), (2, 2), (3, 2), (4, 2), (8, 4), (9, 5)])
+def test_half_the_members_must_remain(members: int, least: int) -> None:
+    assert min_group_size(members) == least
+
+
+def test_drop_group_drops_at_the_first_failed_member() -> None:
+    whole, broken = group(1, [1.0, 0.0, 0.5, 0.5]), group(2, [1.0, None, 0.5, 0.5])
+    assert is_usable(broken, config(failed_member="exclude"))
+    assert not is_usable(broken, config(failed_member="drop-group"))
+    assert is_usable(whole, config(failed_member="drop-group"))
