@@ -321,7 +321,7 @@ def _handler_of(engine: FakeEngine) -> type[BaseHTTPRequestHandler]:
             except ConnectionError:
                 self.close_connection = True  # the client was killed or gave up: nobody is left to tell
 
-        def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the name in the base class
+        def log_message(self, format: str, *args: Any) -> None:
             return None
 
     return Handler

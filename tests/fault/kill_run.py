@@ -16,6 +16,7 @@ from strawflow.config import RunConfig
 from strawflow.flow.enqueue import EnqueueRequest, enqueue
 from strawflow.flow.run import Run, create_run, open_run
 from strawflow.flow.session import WorkerSession
+from strawflow.index import weights
 from strawflow.prompts.row import PromptKeys
 from strawflow.prompts.source import PromptSource
 from strawflow.testing.invariants import check_batches_unchanged, check_exactly_once
@@ -130,6 +131,16 @@ def processes_of(root: Path) -> dict[int, str]:
     return found
 
 
+def is_serving(root: Path) -> bool:
+    """Tell whether a live engine has reported its weights to the index."""
+    run = open_run(root)
+    try:
+        with run.index.read() as connection:
+            return bool(weights.engines_listed(connection))
+    finally:
+        run.close()
+
+
 def wait_until(condition: Callable[[], bool], *, seconds: float, what: str) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
@@ -138,17 +149,26 @@ def wait_until(condition: Callable[[], bool], *, seconds: float, what: str) -> N
 
 
 def campaign(
-    supervised: SupervisedRun, parts: list[str], *, seed: int, gap_s: tuple[float, float], seconds: float
+    supervised: SupervisedRun,
+    parts: list[str],
+    *,
+    seed: int,
+    gap_s: tuple[float, float],
+    seconds: float,
+    once_serving: bool = False,
 ) -> dict[int, str]:
     """Kill the named parts in order at random instants, restarting the supervisor; check the promises after each kill.
 
-    Returns the last seen {step: batch digest}.
+    With `once_serving` each instant is counted from when an engine reported to serve again, so that a slow start is not
+    all that gets killed. Returns the last seen {step: batch digest}.
     """
     rng = random.Random(seed)
     deadline = time.monotonic() + seconds
     digests: dict[int, str] = {}
     supervised.start()
     for part in parts:
+        if once_serving:
+            wait_until(lambda: is_serving(supervised.root), seconds=150, what="an engine to serve")
         due = time.monotonic() + rng.uniform(*gap_s)
         while time.monotonic() < due or not supervised.kill(part):
             assert time.monotonic() < deadline, f"no {part} to kill within {seconds} s"

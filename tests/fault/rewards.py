@@ -1,6 +1,8 @@
-"""A cheap reward that differs between samples, so that groups carry a signal."""
+"""Rewards for tests: a cheap one that differs between samples, and ones that break."""
 
 from __future__ import annotations
+
+import time
 
 
 def even_share(response_text: str, *, prompt: str, label: object, metadata: object) -> float:
@@ -8,3 +10,13 @@ def even_share(response_text: str, *, prompt: str, label: object, metadata: obje
     if not response_text:
         return 0.0
     return sum(ord(c) % 2 == 0 for c in response_text) / len(response_text)
+
+
+def always_raises(response_text: str, *, prompt: str, label: object, metadata: object) -> float:
+    raise ValueError("no such word in the list")
+
+
+def hangs_on_one_prompt(response_text: str, *, prompt: str, label: object, metadata: object) -> float:
+    while prompt.startswith("word3"):
+        time.sleep(0.1)
+    return even_share(response_text, prompt=prompt, label=label, metadata=metadata)

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from strawflow_workers.trainer.batches import MiniBatch, PackedMicroBatch, TrainSettings
 from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from strawflow_workers.trainer.batches import MiniBatch, PackedMicroBatch, TrainSettings
 
 VOCABULARY = 96
 SFT = TrainSettings(objective="sft", lr=3e-3, lr_warmup_updates=4, weight_decay=0.01)

@@ -11,8 +11,9 @@ import pytest
 
 from strawflow.flow import complete as completing
 from strawflow.flow import rescue
+from strawflow.flow.run import create_run
 from strawflow.index import tables, weights
-from strawflow.testing.runs import SmallRun, made_up_result, small_run
+from strawflow.testing.runs import SmallRun, made_up_result, small_config, small_run
 from tests.conftest import CliResult
 
 Cli = Callable[..., CliResult]
@@ -74,13 +75,13 @@ def test_status_tells_stage_steps_units_and_offers(cli: Cli, small: SmallRun) ->
 
 def test_status_knows_before_within_and_after_the_warm_start(cli: Cli, tmp_path: Path) -> None:
     settings = {"warm_start.steps": "1", "warm_start.prompts_per_step": "4", "trainer.steps": "1"}
-    with small_run(tmp_path, settings=settings, name="warm", num_prompts=0) as warm:
+    with SmallRun(create_run(tmp_path / "warm", small_config(settings))) as warm:
+        assert status_of(cli, warm)["progress"]["stage"] == "not started"
+        warm.publish(0, admit_due=False)
         assert status_of(cli, warm)["progress"]["stage"] == "warm start"
     with small_run(tmp_path, settings={"trainer.steps": "1"}, name="short") as short:
         short.advance(1)
         assert status_of(cli, short)["progress"]["stage"] == "finished"
-    cli("run", "create", tmp_path / "new", "--run.durability", "process")
-    assert cli("status", tmp_path / "new", "--json").json["progress"]["stage"] == "not started"
 
 
 def test_status_shows_who_lives_what_they_hold_and_what_engines_serve(cli: Cli, small: SmallRun) -> None:

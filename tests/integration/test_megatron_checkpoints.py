@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from strawflow_workers.trainer import checkpoints
-from strawflow_workers.trainer.megatron import MegatronTrainer
 
 from strawflow.errors import AlreadyExistsError, CorruptCheckpointError, IncompatibleFormatError, StorageError
+from strawflow_workers.trainer import checkpoints
+from strawflow_workers.trainer.megatron import MegatronTrainer
 from tests.integration.megatron_cases import GRPO, SFT, make_hf, make_step
 
 PLAN = ("sft", "sft", "save", "sft", "stage", "grpo", "save", "grpo", "grpo")

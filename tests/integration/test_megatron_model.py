@@ -11,11 +11,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
-from strawflow_workers.trainer.attention import LONGEST_SHARED, arrange, attend
-from strawflow_workers.trainer.megatron import MegatronTrainer
 from transformers import AutoModelForCausalLM
 
 from strawflow.errors import AlreadyExistsError, ConfigError, InvalidInputError, NotFoundError
+from strawflow_workers.trainer.attention import LONGEST_SHARED, arrange, attend
+from strawflow_workers.trainer.megatron import MegatronTrainer
 from tests.integration.megatron_cases import GRPO, VOCABULARY, make_hf, make_pack
 
 CPU = torch.device("cpu")

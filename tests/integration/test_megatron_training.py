@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from strawflow_workers.trainer.batches import MiniBatch, PackedMicroBatch, TrainSettings
-from strawflow_workers.trainer.megatron import MegatronTrainer
 from transformers import Qwen3ForCausalLM
 
 from strawflow.errors import InvalidInputError
+from strawflow_workers.trainer.batches import MiniBatch, PackedMicroBatch, TrainSettings
+from strawflow_workers.trainer.megatron import MegatronTrainer
 from tests.integration.megatron_cases import GRPO, SFT, VOCABULARY, make_hf, make_pack, make_step
 
 

@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from strawflow.errors import AlreadyExistsError, InvalidInputError
+from strawflow.prompts import PromptKeys, PromptSource, read_prompts
 from strawflow_workers.quickstart.model import (
     EOS_ID,
     EOS_TOKEN,
@@ -21,9 +24,6 @@ from strawflow_workers.quickstart.model import (
 from strawflow_workers.quickstart.task import TaskFiles, export_task, task_named, task_names
 from strawflow_workers.rollout.rewards.spec import RewardSpec
 from strawflow_workers.rollout.rewards.verifiers import load_verifier
-
-from strawflow.errors import AlreadyExistsError, InvalidInputError
-from strawflow.prompts import PromptKeys, PromptSource, read_prompts
 
 KEYS = PromptKeys("prompt", "label", "metadata")
 UNICODE = [

@@ -11,9 +11,9 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strawflow_workers.trainer.advantages import grpo_advantages
 
 from strawflow.errors import InvalidInputError
+from strawflow_workers.trainer.advantages import grpo_advantages
 
 
 def advantages(

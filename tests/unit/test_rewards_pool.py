@@ -14,10 +14,10 @@ from typing import Any
 
 import psutil
 import pytest
-from strawflow_workers.rollout.rewards.pool import RewardPool
-from strawflow_workers.rollout.rewards.spec import RewardOutcome, RewardRequest, RewardSpec
 
 from strawflow.errors import ConfigError, WorkerFailedError
+from strawflow_workers.rollout.rewards.pool import RewardPool
+from strawflow_workers.rollout.rewards.spec import RewardOutcome, RewardRequest, RewardSpec
 
 VERIFIERS = '''
 import os, signal, subprocess, sys, time

@@ -9,11 +9,11 @@ import sys
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
+from strawflow.errors import ConfigError
 from strawflow_workers.rollout.rewards.frames import FrameBuffer, encode_frame
 from strawflow_workers.rollout.rewards.spec import RewardOutcome, RewardSpec
 from strawflow_workers.rollout.rewards.verifiers import load_verifier
-
-from strawflow.errors import ConfigError
 
 QUICK_LOAD = """
 import json, sys

@@ -31,6 +31,8 @@ from strawflow_workers.rollout.sglang_client import refuse_original_logprobs
 _SHIM_FOLDER = Path(__file__).parent / "sglang_cpu"
 _QUOTED_LOG_LINES = 25
 _POLL_S = 0.1
+_ALIVE = frozenset("RSDTtI")
+"""States of a process in /proc that can still do something; a zombie is dead, whoever has yet to reap it."""
 
 CPU_ARGS = ("--log-level", "warning", "--skip-server-warmup")
 """Server flags that measured best on a CPU; `extra_args` come later and so win."""
@@ -175,7 +177,10 @@ class SglangServer:
 
     def alive(self) -> bool:
         """Say whether the launcher runs; it ends within seconds when its scheduler or detokenizer does."""
-        return self._process is not None and self._process.poll() is None
+        if self._process is None or self._process.returncode is not None:
+            return False
+        # not poll(): it says "running" as long as the thread that waits has not reaped the launcher
+        return _process_state(self._process.pid) in _ALIVE
 
     def stop(self, grace_s: float = 3.0) -> None:
         """End the server: SIGINT to the launcher, after `grace_s` SIGKILL to the group; return when nothing of it is left.
@@ -276,15 +281,22 @@ def _kill_group(group: int) -> None:
 
 
 def _group_members(group: int) -> list[int]:
-    """Return the live processes of a group; a zombie is dead, whoever has yet to reap it."""
-    members = []
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            try:
-                with open(f"/proc/{entry}/stat", "rb") as stat:
-                    state, _, pgrp = stat.read().rpartition(b")")[2].split()[:3]
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-            if int(pgrp) == group and state not in (b"Z", b"X"):
-                members.append(int(entry))
-    return members
+    """Return the live processes of a group."""
+    pids = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
+    return [pid for pid in pids if _process_group(pid) == group and _process_state(pid) in _ALIVE]
+
+
+def _process_group(pid: int) -> int | None:
+    try:
+        return os.getpgid(pid)
+    except ProcessLookupError:
+        return None
+
+
+def _process_state(pid: int) -> str | None:
+    """Return the kernel's letter for the state of a process; None when there is no such process."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return stat.rpartition(b")")[2].split()[0].decode()

@@ -1,0 +1,232 @@
+"""The rollout worker against an engine that misbehaves: what is wrong becomes a failed member or attempt, never a value."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from strawflow.config import RunConfig
+from strawflow.errors import EngineError
+from strawflow.flow import admit, assemble, consume, publish_weights
+from strawflow.flow.consume import Resumption
+from strawflow.flow.enqueue import EnqueueRequest, enqueue
+from strawflow.flow.run import Run, create_run
+from strawflow.flow.session import WorkerSession
+from strawflow.index import units
+from strawflow.prompts.row import PromptKeys
+from strawflow.prompts.source import PromptSource
+from strawflow.states import UnitState
+from strawflow_workers.drain import Drain
+from strawflow_workers.quickstart.model import TINY, make_model
+from strawflow_workers.rollout.loop import RolloutLoop
+
+NUM_UNITS = 4
+NUM_SAMPLES = 4
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model") / "tiny", seed=0, shape=TINY)
+
+
+@pytest.fixture
+def make_run(tmp_path: Path, model: Path) -> Iterator[Callable[..., Run]]:
+    made: list[Run] = []
+
+    def make(*, engine_options: dict[str, str] | None = None, **rollout: Any) -> Run:
+        config = RunConfig.model_validate(
+            {
+                "run": {"durability": "process"},
+                "model": {"path": str(model)},
+                "rollout": {
+                    "engine": "fake",
+                    "engine_options": engine_options or {},
+                    "prompts_per_step": NUM_UNITS,
+                    "samples_per_prompt": NUM_SAMPLES,
+                    "max_response_tokens": 5,
+                    "reward": "tests.fault.rewards:even_share",
+                    "reward_shape": "raw",
+                    "reward_timeout_s": 1.0,
+                    **rollout,
+                },
+                "trainer": {"steps": 2},
+            }
+        )
+        run = create_run(tmp_path / "run", config)
+        path = tmp_path / "prompts.jsonl"
+        path.write_text("".join(json.dumps({"prompt": f"word{i}\n"}) + "\n" for i in range(NUM_UNITS * 2)))
+        with WorkerSession(run, "enqueue") as session:
+            source = PromptSource.parse(str(path))
+            enqueue(session, EnqueueRequest(admit.PROMPTS, "train", source, PromptKeys("prompt")))
+        made.append(run)
+        return run
+
+    yield make
+    for run in made:
+        run.close()
+
+
+def publish(run: Run, session: WorkerSession, resumption: Resumption, *, step: int) -> str:
+    version_id = publish_weights.version_name(run, resumption.role, step=step, digest="0" * 32)
+    shutil.copytree(run.model_path, run.root / publish_weights.weights_path(version_id))
+    publish_weights.publish_weights(
+        session, resumption.role, step=step, version_id=version_id, digest="0" * 32
+    )
+    return version_id
+
+
+class Worker:
+    """A rollout worker in a thread of this process, beside a trainer role that publishes weights."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.drain = Drain()
+        self.error: BaseException | None = None
+        self._thread = threading.Thread(target=self._work)
+
+    def __enter__(self) -> Worker:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.drain.request()
+        self._thread.join(timeout=30)
+        assert not self._thread.is_alive()
+
+    def wait(self, condition: Callable[[], bool], *, seconds: float = 40.0) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, f"the worker did not get there; its error: {self.error}"
+            if self.error is not None:
+                raise self.error
+            time.sleep(0.02)
+
+    def _work(self) -> None:
+        try:
+            with WorkerSession(self.run, "rollout") as session:
+                asyncio.run(RolloutLoop(session, self.drain).run())
+        except BaseException as error:
+            self.error = error
+
+
+def completed(run: Run) -> list[units.Unit]:
+    with run.index.read() as connection:
+        return units.listed(connection, run.branch, state=UnitState.COMPLETED)
+
+
+def rows_of(run: Run) -> list[dict[str, Any]]:
+    with WorkerSession(run, "look") as session:
+        trajectories = assemble.read_trajectories(session, completed(run))
+    return [row for batch in trajectories.values() for row in batch.to_pylist()]
+
+
+def run_until(run: Run, num_completed: int) -> list[dict[str, Any]]:
+    with WorkerSession(run, "train") as session:
+        resumption = consume.take_over(session)
+        assert resumption is not None
+        publish(run, session, resumption, step=0)
+        with Worker(run) as worker:
+            worker.wait(lambda: len(completed(run)) >= num_completed)
+    return rows_of(run)
+
+
+def test_responses_are_stored_with_logprobs_and_the_version_that_sampled_them(
+    make_run: Callable[..., Run],
+) -> None:
+    run = make_run()
+    rows = run_until(run, NUM_UNITS)
+    assert len(rows) == NUM_UNITS * NUM_SAMPLES
+    for row in rows:
+        assert row["status"] in ("finished", "truncated")
+        assert (
+            len(row["response_tokens"])
+            == len(row["logprobs"])
+            == len(row["token_versions"])
+            == len(row["loss_mask"])
+        )
+        assert len(row["weight_versions"]) == 1
+        assert row["weight_versions"][0].startswith("v000000-main-f1-")
+        assert row["reward"] == row["score"]
+    assert len({tuple(r["response_tokens"]) for r in rows}) > NUM_UNITS, "samples of a group do not differ"
+
+
+def test_short_log_probabilities_fail_the_sample_with_the_reason(make_run: Callable[..., Run]) -> None:
+    rows = run_until(make_run(engine_options={"short-logprobs": "1"}), NUM_UNITS)
+    assert {row["status"] for row in rows} == {"failed"}
+    assert all(row["reward"] is None for row in rows)
+    assert all("log-prob" in row["failure"] for row in rows), rows[0]["failure"]
+
+
+def test_one_unsound_answer_fails_nobody_when_asked_again(make_run: Callable[..., Run]) -> None:
+    rows = run_until(make_run(engine_options={"nan-logprobs": "5"}), NUM_UNITS)
+    failed = [row for row in rows if row["status"] == "failed"]
+    assert len(failed) < len(rows) / 2
+    assert all(row["reward"] is None and "log-prob" in row["failure"] for row in failed)
+
+
+def test_a_reward_that_raises_fails_the_sample_and_never_scores_zero(make_run: Callable[..., Run]) -> None:
+    rows = run_until(make_run(reward="tests.fault.rewards:always_raises"), NUM_UNITS)
+    assert {row["status"] for row in rows} == {"failed"}
+    assert all(row["reward"] is None for row in rows)
+    assert all("no such word" in row["failure"] for row in rows)
+
+
+def test_a_reward_that_hangs_fails_its_group_alone(make_run: Callable[..., Run]) -> None:
+    rows = run_until(
+        make_run(reward="tests.fault.rewards:hangs_on_one_prompt", reward_processes=2), NUM_UNITS
+    )
+    by_unit: dict[int, set[str]] = {}
+    for row in rows:
+        by_unit.setdefault(row["unit_id"], set()).add(row["status"])
+    assert sum(statuses == {"failed"} for statuses in by_unit.values()) == 1
+    assert all("timed out" in row["failure"] for row in rows if row["status"] == "failed")
+
+
+def test_an_engine_error_costs_an_attempt_and_the_unit_is_tried_again(make_run: Callable[..., Run]) -> None:
+    run = make_run(engine_options={"error-rate-every-nth": "3"})
+    rows = run_until(run, NUM_UNITS)
+    assert {row["status"] for row in rows} <= {"finished", "truncated"}
+    assert max(u.attempts for u in completed(run)) > 1
+
+
+def test_units_in_flight_are_released_when_the_worker_drains(make_run: Callable[..., Run]) -> None:
+    run = make_run(engine_options={"hang": "1"})
+    with WorkerSession(run, "train") as session:
+        resumption = consume.take_over(session)
+        assert resumption is not None
+        publish(run, session, resumption, step=0)
+        with Worker(run) as worker:
+
+            def leased() -> bool:
+                with run.index.read() as connection:
+                    return bool(units.listed(connection, run.branch, state=UnitState.LEASED))
+
+            worker.wait(leased)
+        with run.index.read() as connection:
+            found = units.listed(connection, run.branch)
+    assert {u.state for u in found} == {UnitState.READY}
+    assert {u.attempts for u in found} == {0}
+
+
+def test_an_engine_that_reports_other_weights_after_a_reload_is_not_used(
+    make_run: Callable[..., Run],
+) -> None:
+    run = make_run(engine_options={"wrong-version": "1"})
+    with WorkerSession(run, "train") as session:
+        resumption = consume.take_over(session)
+        assert resumption is not None
+        publish(run, session, resumption, step=0)
+        with Worker(run) as worker:
+            worker.wait(lambda: len(completed(run)) >= NUM_UNITS)
+            publish(run, session, resumption, step=1)
+            with pytest.raises(EngineError, match="reports"):
+                worker.wait(lambda: len(completed(run)) >= 2 * NUM_UNITS)
+    assert len(completed(run)) == NUM_UNITS
