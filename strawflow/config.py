@@ -47,8 +47,11 @@ class DataSection(Section):
     held_out: str = ""
     """Prompt file for evaluation; never trained on."""
     input_key: str = "prompt"
+    """Field that holds the prompt: text, or a list of chat messages."""
     label_key: str = "label"
-    metadata_key: str = "metadata"
+    """Field that holds the reference answer; empty: none."""
+    metadata_key: str = ""
+    """Field that holds a JSON object handed to the reward; empty: none."""
     on_bad_row: Literal["fail", "skip"] = "fail"
 
 
@@ -238,7 +241,7 @@ def _read_toml(path: Path) -> dict[str, dict[str, Any]]:
 def _put(tree: dict[str, dict[str, Any]], name: str, text: str) -> None:
     section, field = name.split(".", 1)
     value: Any = text
-    if text[:1] in "[{":  # lists and tables are given as JSON
+    if text[:1] in ("[", "{"):  # lists and tables are given as JSON
         try:
             value = json.loads(text)
         except json.JSONDecodeError as error:

@@ -84,10 +84,12 @@ def running_server() -> Iterator[PostgresServer]:
         process = _start(folder, as_user)
         yield PostgresServer(folder)
     finally:
-        if process is not None:
-            process.send_signal(signal.SIGQUIT)  # at once: nothing in it is wanted any more
-            process.wait(timeout=60)
-        shutil.rmtree(folder)
+        try:
+            if process is not None:
+                process.send_signal(signal.SIGQUIT)  # at once: nothing in it is wanted any more
+                process.wait(timeout=60)
+        finally:
+            shutil.rmtree(folder)
 
 
 def _start(folder: Path, as_user: list[str]) -> subprocess.Popen[str]:

@@ -75,10 +75,12 @@ def admit_evaluation(connection: Connection, run: Run, *, version_id: str, step:
 
 
 def _admit_up_to(connection: Connection, run: Run, dataset_id: str, profile: str, *, limit: int) -> int:
+    segments = datasets.segments_of(connection, dataset_id)
+    if not segments:
+        return 0
     cursor = datasets.cursor_for_update(connection, run.branch, dataset_id)
     wanted = limit - cursor.num_admitted
-    segments = datasets.segments_of(connection, dataset_id)
-    if wanted <= 0 or not segments:
+    if wanted <= 0:
         return 0
     purpose = run.config.profiles()[profile].purpose
     new, moved = take_rows(

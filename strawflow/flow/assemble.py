@@ -15,11 +15,13 @@ import xxhash
 
 from strawflow import faults
 from strawflow.errors import NotFoundError
+from strawflow.flow.run import Run
 from strawflow.flow.session import WorkerSession
 from strawflow.ids import Extent
 from strawflow.index import batches, consumers, events, packs, units, weights
 from strawflow.index.batches import Batch, MicroBatchPlace, NewBatch
 from strawflow.index.consumers import Assignment, Role
+from strawflow.index.engine import Connection
 from strawflow.index.units import Unit
 
 NO_DIGEST = "0" * 32
@@ -135,20 +137,29 @@ def drop(session: WorkerSession, role: Role, dropped: Sequence[Assignment]) -> N
     run = session.run
     with run.index.begin() as connection:
         consumers.require_role(connection, role)
-        consumers.withdraw(connection, run.branch, run.consumer, [a.unit_id for a in dropped])
-        consumers.assign(connection, run.branch, run.consumer, dropped, batch_id=None)
-        for a in dropped:
-            events.record(connection, "unit.dropped", unit_id=a.unit_id, reason=a.reason)
+        _drop(connection, run, dropped)
+
+
+def _drop(connection: Connection, run: Run, dropped: Sequence[Assignment]) -> None:
+    consumers.withdraw(connection, run.branch, run.consumer, [a.unit_id for a in dropped])
+    consumers.assign(connection, run.branch, run.consumer, dropped, batch_id=None)
+    for a in dropped:
+        events.record(connection, "unit.dropped", unit_id=a.unit_id, reason=a.reason)
 
 
 def drop_failed(session: WorkerSession, role: Role, *, purpose: str) -> int:
     """Record units that used up their attempts as dropped; returns how many."""
     run = session.run
     with run.index.read() as connection:
+        if not consumers.failed_unassigned(connection, run.branch, run.consumer, purpose=purpose):
+            return 0
+    with run.index.begin() as connection:
+        # Read again under the lock: an operator may have retried one of them meanwhile.
+        consumers.require_role(connection, role)
         failed = consumers.failed_unassigned(connection, run.branch, run.consumer, purpose=purpose)
-    if failed:
-        drop(session, role, [Assignment(u.epoch, u.unit_id, "dropped", "unit_failed") for u in failed])
-    return len(failed)
+        dropped = [Assignment(u.epoch, u.unit_id, "dropped", "unit_failed") for u in failed]
+        _drop(connection, run, dropped)
+    return len(dropped)
 
 
 def plan_batch(session: WorkerSession, role: Role, plan: BatchPlan) -> Batch:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.engine import Dialect
+from sqlalchemy.engine import make_url
 from sqlalchemy.schema import CreateIndex, CreateTable
 
 from strawflow.index.tables import metadata
@@ -13,7 +12,7 @@ from strawflow.index.tables import metadata
 
 def as_sql(dialect: Literal["sqlite", "postgresql"]) -> str:
     """Return CREATE statements of every table and index, parents first."""
-    spoken: Dialect = postgresql.dialect() if dialect == "postgresql" else sqlite.dialect()
+    spoken = make_url(f"{dialect}://").get_dialect()()
     statements = []
     for table in metadata.sorted_tables:
         statements.append(str(CreateTable(table).compile(dialect=spoken)).strip())

@@ -17,6 +17,6 @@ def always_raises(response_text: str, *, prompt: str, label: object, metadata: o
 
 
 def hangs_on_one_prompt(response_text: str, *, prompt: str, label: object, metadata: object) -> float:
-    while prompt.startswith("word3"):
+    while prompt.startswith("word2"):
         time.sleep(0.1)
     return even_share(response_text, prompt=prompt, label=label, metadata=metadata)

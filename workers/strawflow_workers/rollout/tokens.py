@@ -45,8 +45,12 @@ class PromptTokenizer:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of a response; special tokens (the end of sequence) leave nothing."""
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+        """Return the text of a response without its closing end of sequence.
+
+        Other special tokens stay visible: a right answer with padding in it is not a right answer.
+        """
+        closed = bool(ids) and ids[-1] == self.eos_id
+        return str(self._tokenizer.decode(list(ids[:-1] if closed else ids), skip_special_tokens=False))
 
     @cached_property
     def _chat(self) -> Any:

@@ -1,0 +1,32 @@
+# Each target does all its own set-up. `make` alone lists them.
+SHELL := /bin/bash
+BIN := .venv/bin
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup lint test test-long bench quickstart
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
+
+setup: ## make .venv with the pinned packages (does nothing when up to date)
+	@scripts/setup.sh
+
+lint: setup ## ruff, import rules between layers, mypy, spelling
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+	$(BIN)/mypy
+	$(BIN)/codespell
+
+test: lint ## the gate: lint and all tests but the long ones (ARGS="-k name" for a part)
+	$(BIN)/python -m pytest $(ARGS)
+
+test-long: setup ## soak, kill campaigns and large payloads
+	$(BIN)/python -m pytest -m long --timeout 7200 $(ARGS)
+
+bench: setup ## measure throughput and latency
+	@set -e; for each in bench/*.py; do echo "== $$each"; $(BIN)/python $$each $(ARGS); done
+
+quickstart: setup ## a small model learns a real task in minutes (ARGS="--seed 1")
+	$(BIN)/strawflow quickstart $(ARGS)
