@@ -77,16 +77,24 @@ if [ ! -x $VENV/bin/pip ]; then
     say "making $VENV with $python"
     "$python" -m venv $VENV
 fi
-pip() { $VENV/bin/python -m pip --disable-pip-version-check "$@"; }
+has_compiler() {
+    command -v gcc >/dev/null &&
+        [ -f "$($VENV/bin/python -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" ]
+}
+# one package of the lock (pycosat, used by reasoning_gym) comes as C source only
+has_compiler || install_debian "a C compiler or Python's headers are missing" gcc libc6-dev python3-dev ||
+    fail "a package of the lock cannot be built without them"
+
+pip() { $VENV/bin/python -m pip --disable-pip-version-check --no-input "$@"; }
 
 torch=$(grep '^torch==' "$LOCK")
 say "installing $torch"
-pip install -q --no-deps --only-binary :all: ${STRAWFLOW_TORCH_INDEX:+--index-url "$STRAWFLOW_TORCH_INDEX"} "$torch" ||
+pip install -qq --no-deps --only-binary :all: ${STRAWFLOW_TORCH_INDEX:+--index-url "$STRAWFLOW_TORCH_INDEX"} "$torch" ||
     fail "$torch could not be installed"
 
 say "installing $(grep -c '==' "$LOCK") pinned packages"
-pip install -q --no-deps --only-binary :all: -r "$LOCK" || fail "pip could not install $LOCK"
-pip install -q --no-deps --no-build-isolation -e . || fail "strawflow itself could not be installed"
+pip install -qq --no-deps -r "$LOCK" || fail "pip could not install $LOCK"
+pip install -qq --no-deps --no-build-isolation -e . || fail "strawflow itself could not be installed"
 
 $VENV/bin/python -c 'import sys, torch; sys.exit(torch.version.cuda is not None)' ||
     fail "torch does not load or is a CUDA build; set STRAWFLOW_TORCH_INDEX to a registry with CPU builds and run again"

@@ -24,6 +24,8 @@ _PR_SET_PDEATHSIG = 1
 def main(argv: list[str] | None = None) -> int:
     """Run one verb and return the process's exit code."""
     arguments = _parser().parse_args(argv)
+    if getattr(arguments, "die_with_parent", None) is not None:
+        die_with_parent(arguments.die_with_parent)  # before the imports below, which take seconds
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
     )
@@ -45,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     for verb in ("rollout", "assemble", "train"):
         worker = verbs.add_parser(verb)
         worker.add_argument("run", type=Path)
-        worker.add_argument("--die-with-parent", action="store_true")
+        worker.add_argument("--die-with-parent", type=int, metavar="PID", help="end when this parent does")
     supervise = verbs.add_parser("supervise")
     supervise.add_argument("run", type=Path)
     supervise.add_argument("--json", action="store_true")
@@ -70,8 +72,6 @@ def _work(kind: str, arguments: argparse.Namespace, body: Callable[..., None]) -
     from strawflow.flow.session import WorkerSession
     from strawflow_workers.drain import Drain
 
-    if arguments.die_with_parent:
-        die_with_parent()
     drain = Drain()
     drain.on_signals()
     run = open_run(arguments.run)
@@ -121,9 +121,8 @@ def _quickstart(arguments: argparse.Namespace) -> int:
     return quickstart(arguments)
 
 
-def die_with_parent() -> None:
+def die_with_parent(parent: int) -> None:
     """Ask the kernel to kill this process when its parent dies, and do so at once if it is dead already."""
-    parent = os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -213,38 +213,57 @@ def _shortest(run: Run) -> str:
 
 
 def plot(run: Run, path: Path) -> None:
-    """Draw reward and loss by step."""
+    """Draw reward and loss by step, the held-out accuracies beside the reward."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     steps = history.steps(run)
-    rl = [s for s in steps if s["objective"] == "grpo"]
-    figure, (upper, lower) = plt.subplots(2, 1, figsize=(8, 6), sharex=True, constrained_layout=True)
-    upper.plot([s["step"] for s in rl], [s["mean_reward"] for s in rl], color="tab:blue", label="mean reward")
-    upper.set_ylabel("mean reward of the step's samples")
-    upper.set_title(f"strawflow run {run.name}")
-    upper.grid(alpha=0.3)
-    for objective, colour, name in (
-        ("sft", "tab:gray", "supervised loss"),
-        ("grpo", "tab:red", "policy loss"),
-    ):
-        shown = [s for s in steps if s["objective"] == objective and s["loss"] is not None]
-        axis = lower if objective == "sft" else lower.twinx()
-        axis.plot([s["step"] for s in shown], [s["loss"] for s in shown], color=colour, label=name)
-        axis.set_ylabel(name, color=colour)
-    warm = run.config.warm_start.steps
-    if warm:
-        for axis in (upper, lower):
-            axis.axvline(warm + 0.5, color="black", linewidth=0.8, linestyle="--")
-        upper.annotate("GRPO begins", (warm + 1, upper.get_ylim()[1]), va="top", fontsize=8)
-    lower.set_xlabel("step")
-    lower.grid(alpha=0.3)
+    figure, (upper, lower) = plt.subplots(2, 1, figsize=(8, 6.4), constrained_layout=True)
+    figure.suptitle(f"strawflow run {run.name}")
+    _plot_reward(upper, run, [s for s in steps if s["objective"] == "grpo"])
+    _plot_loss(lower, run, steps)
     temporary = path.with_name(f".{path.name}.tmp.png")
     figure.savefig(temporary, dpi=120)
     plt.close(figure)
     temporary.rename(path)
+
+
+def _plot_reward(axis: Any, run: Run, steps: list[dict[str, Any]]) -> None:
+    known = [(s["step"], s["mean_reward"]) for s in steps if s["mean_reward"] is not None]
+    at, rewards = [step for step, _ in known], [reward for _, reward in known]
+    axis.plot(at, rewards, color="tab:blue", alpha=0.35, label="mean reward of the step's samples")
+    means = [_mean(rewards[max(0, i - 4) : i + 1]) for i in range(len(rewards))]
+    axis.plot(at, means, color="tab:blue", label="mean of the last 5 steps")
+    for profile, marker, name in (("eval_sampled", "o", "temperature 1"), ("eval_greedy", "^", "greedy")):
+        found = [
+            (step, accuracy.value)
+            for step in (run.config.warm_start.steps, run.config.total_steps)
+            if (accuracy := evaluation.accuracy(run, step=step, profile=profile)) is not None
+        ]
+        if found:
+            label = f"held-out accuracy, {name}"
+            axis.plot(*zip(*found, strict=True), marker, color="tab:green", label=label)
+    axis.set_ylabel("reward, accuracy")
+    axis.set_xlabel("step")
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8, loc="upper left")
+
+
+def _plot_loss(axis: Any, run: Run, steps: list[dict[str, Any]]) -> None:
+    stages = (("sft", "tab:gray", "supervised loss"), ("grpo", "tab:red", "policy loss"))
+    for objective, colour, name in stages:
+        shown = [s for s in steps if s["objective"] == objective and s["loss"] is not None]
+        if not shown:
+            continue
+        own = axis if objective == "sft" else axis.twinx()
+        own.plot([s["step"] for s in shown], [s["loss"] for s in shown], color=colour)
+        own.set_ylabel(name, color=colour)
+    if run.config.warm_start.steps:
+        axis.axvline(run.config.warm_start.steps + 0.5, color="black", linewidth=0.8, linestyle="--")
+    axis.set_xlabel("step (the dashed line: GRPO begins)")
+    axis.grid(alpha=0.3)
 
 
 def sparkline(values: list[float | None], *, width: int = 60) -> str:

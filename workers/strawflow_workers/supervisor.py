@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import signal
 import subprocess
 import sys
@@ -138,6 +139,7 @@ class Supervisor:
                     child.kind,
                     str(self.run.root),
                     "--die-with-parent",
+                    str(os.getpid()),
                 ],
                 stdin=subprocess.DEVNULL,
                 stdout=sink,
