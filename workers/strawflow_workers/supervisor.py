@@ -99,6 +99,8 @@ class Supervisor:
                     rescue.recover_packs(session)
 
     def _tend(self, session: WorkerSession) -> bool:
+        if progress.rollout_is_done(self.run):  # nothing is left to do: start nobody
+            return True
         while not self.drain.requested:
             session.mark_progress()
             for child in self.children:
