@@ -10,11 +10,13 @@ import pyarrow.compute as pc
 from strawflow.flow.run import Run
 from strawflow.index import packs, units
 from strawflow.packs.reader import PackReader
+from strawflow.records import TRAJECTORY
+from strawflow.states import UnitState
 
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Share of answers that the verifier scored exactly 1.0; failed members count as wrong and are told."""
+    """Share of answers that the verifier scored exactly 1.0; failed members and units count as wrong and are told."""
 
     profile: str
     step: int
@@ -30,24 +32,26 @@ class Accuracy:
 
 
 def accuracy(run: Run, *, step: int, profile: str) -> Accuracy | None:
-    """Return a profile's accuracy under the weights of a step; None until every prompt is answered."""
+    """Return a profile's accuracy under the weights of a step; None until every prompt is answered or given up."""
     with run.index.read() as connection:
         found = units.of_profile(connection, run.branch, profile=profile, epoch=step)
-        if not found or any(u.extent_id is None for u in found):
+        if not found or any(u.state in (UnitState.READY, UnitState.LEASED) for u in found):
             return None
-        placed = packs.find_extents(connection, [u.extent_id for u in found if u.extent_id is not None])
+        answered = [u for u in found if u.state is UnitState.COMPLETED]
+        placed = packs.find_extents(connection, [str(u.extent_id) for u in answered])
     reader = PackReader(run.root)
     whole = {extent_id: reader.read(extent) for extent_id, extent in placed.items()}
     rows = pa.Table.from_batches(
-        [whole[u.extent_id].slice(u.row_start, u.row_count) for u in found if u.extent_id is not None]
+        [whole[str(u.extent_id)].slice(u.row_start, u.row_count) for u in answered], schema=TRAJECTORY
     )
     reader.close()
+    num_given_up = (len(found) - len(answered)) * run.config.profiles()[profile].num_samples
     return Accuracy(
         profile=profile,
         step=step,
         num_prompts=len(found),
-        num_answers=rows.num_rows,
+        num_answers=rows.num_rows + num_given_up,
         num_right=int(pc.sum(pc.equal(rows["score"], 1.0)).as_py() or 0),
-        num_failed=int(pc.sum(pc.equal(rows["status"], "failed")).as_py() or 0),
-        num_tokens=sum(u.num_tokens or 0 for u in found),
+        num_failed=int(pc.sum(pc.equal(rows["status"], "failed")).as_py() or 0) + num_given_up,
+        num_tokens=sum(u.num_tokens or 0 for u in answered),
     )

@@ -21,10 +21,13 @@ from strawflow.packs.writer import PackWriter
 log = logging.getLogger(__name__)
 
 
-def declare_lost(run: Run, session_id: str, *, reason: str) -> int:
-    """Declare a live session lost and take its units back; returns how many. Idempotent."""
+def declare_lost(run: Run, session_id: str, *, reason: str, if_expired_for_s: float | None = None) -> int:
+    """Declare a live session lost and take its units back; returns how many. Idempotent.
+
+    With `if_expired_for_s` only if it is still past its expiry by so much: a heartbeat may have come meanwhile.
+    """
     with run.index.begin() as connection:
-        if not sessions.lose(connection, session_id, reason=reason):
+        if not sessions.lose(connection, session_id, reason=reason, if_expired_for_s=if_expired_for_s):
             return 0
         weights.forget_engines(connection, session_id)
         rescued = units.rescue(
@@ -37,7 +40,10 @@ def rescue_expired(run: Run) -> int:
     """Declare every session past its expiry and grace lost; returns how many units came back."""
     with run.index.read() as connection:
         expired = sessions.expired(connection, grace_s=run.config.lease.grace_s)
-    return sum(declare_lost(run, session_id, reason="its lease expired") for session_id in expired)
+    return sum(
+        declare_lost(run, session_id, reason="its lease expired", if_expired_for_s=run.config.lease.grace_s)
+        for session_id in expired
+    )
 
 
 def declare_dead_processes_lost(run: Run) -> int:

@@ -80,15 +80,27 @@ def end(connection: Connection, session_id: str) -> bool:
     return _close(connection, session_id, SessionState.ENDED, "session.ended")
 
 
-def lose(connection: Connection, session_id: str, *, reason: str) -> bool:
-    """Declare a session lost; False if it was not live any more."""
-    return _close(connection, session_id, SessionState.LOST, "session.lost", reason=reason)
+def lose(
+    connection: Connection, session_id: str, *, reason: str, if_expired_for_s: float | None = None
+) -> bool:
+    """Declare a session lost; False if it was not live any more, or (when asked) was renewed meanwhile."""
+    expired = (
+        [] if if_expired_for_s is None else [t.sessions.c.expires_at + if_expired_for_s < now(connection)]
+    )
+    return _close(connection, session_id, SessionState.LOST, "session.lost", *expired, reason=reason)
 
 
-def _close(connection: Connection, session_id: str, state: SessionState, event: str, **facts: Any) -> bool:
+def _close(
+    connection: Connection,
+    session_id: str,
+    state: SessionState,
+    event: str,
+    *conditions: sa.ColumnElement[bool],
+    **facts: Any,
+) -> bool:
     done = connection.execute(
         sa.update(t.sessions)
-        .where(t.sessions.c.session_id == session_id, t.sessions.c.state == SessionState.LIVE)
+        .where(t.sessions.c.session_id == session_id, t.sessions.c.state == SessionState.LIVE, *conditions)
         .values(state=state, ended_at=clock.wall_time())
     )
     if done.rowcount:

@@ -4,20 +4,17 @@
    gives the same answer without a server. Request ids, timing and earlier requests do not matter.
 2. Faults are switched on by `Faults` at the start, by command-line flags, or later by POST /faults; counted faults
    ("every nth") count requests from the last change.
-3. It dies with the thread that started it: start it from one that lives as long as the engine should.
-Standard library only. It knows no tokenizer and no model; a model path is only a name here.
+3. With --die-with-parent it dies with the thread that started it: start it from one that lives as long as the engine should.
+It knows no tokenizer and no model; a model path is only a name here.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import hashlib
 import json
 import os
 import random
-import signal
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -25,8 +22,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from strawflow.parentage import die_with_parent
+
 DEATH_EXIT_CODE = 70
-_PR_SET_PDEATHSIG = 1
 _DEFAULT_MAX_NEW_TOKENS = 128
 
 
@@ -327,19 +325,11 @@ def _handler_of(engine: FakeEngine) -> type[BaseHTTPRequestHandler]:
     return Handler
 
 
-def _die_with_parent() -> None:
-    """End when the thread that started this process ends (Linux)."""
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() == 1:  # it ended before the call above
-            os._exit(DEATH_EXIT_CODE)
-
-
 def _switch(text: str) -> bool:
     return text.lower() in ("1", "true", "yes", "on")
 
 
-def _parse(arguments: Sequence[str] | None) -> FakeEngineOptions:
+def _parse(arguments: Sequence[str] | None) -> tuple[int | None, FakeEngineOptions]:
     parser = argparse.ArgumentParser(prog="python -m strawflow.testing.fake_engine", description=__doc__)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0)
@@ -347,19 +337,23 @@ def _parse(arguments: Sequence[str] | None) -> FakeEngineOptions:
     parser.add_argument("--eos", type=int, default=257)
     parser.add_argument("--model-path", default="fake/default")
     parser.add_argument("--weight-version")
+    parser.add_argument("--die-with-parent", type=int, metavar="PID", help="end when this parent does")
     for switch in fields(Faults):
         kind = _switch if isinstance(switch.default, bool) else type(switch.default)
         names = dict.fromkeys((f"--{switch.name.replace('_', '-')}", f"--{switch.name}"))
         parser.add_argument(*names, dest=switch.name, type=kind, default=switch.default)
     found = vars(parser.parse_args(arguments))
+    parent = found.pop("die_with_parent")
     faults = Faults(**{switch.name: found.pop(switch.name) for switch in fields(Faults)})
-    return FakeEngineOptions(**found, faults=faults)
+    return parent, FakeEngineOptions(**found, faults=faults)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Serve until killed; prints one JSON line with url and pid when it answers."""
-    _die_with_parent()
-    engine = FakeEngine(_parse(arguments))
+    parent, options = _parse(arguments)
+    if parent is not None:
+        die_with_parent(parent)
+    engine = FakeEngine(options)
     print(json.dumps({"url": engine.url, "pid": os.getpid()}), flush=True)
     engine.serve()
 

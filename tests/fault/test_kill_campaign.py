@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
 
-from tests.fault.kill_run import SupervisedRun, campaign, check_finished, make_run
+from strawflow.errors import AlreadyExistsError
+from strawflow.flow.progress import standing
+from strawflow.flow.run import open_run
+from strawflow.index import packs, sessions, units
+from strawflow.states import PackState, UnitState
+from tests.fault.kill_run import SupervisedRun, campaign, check_finished, make_run, processes_of, wait_until
+
+
+def num_planned(root: Path) -> int:
+    run = open_run(root)
+    try:
+        return standing(run).planned
+    finally:
+        run.close()
+
 
 PARTS = ["rollout", "engine", "train", "everything", "assemble"]
 
@@ -19,6 +34,41 @@ def test_twenty_kills_at_random_instants_lose_and_repeat_nothing(tmp_path: Path)
     assert sum(supervised.num_kills.values()) == 20
     supervised.finish(seconds=120)
     check_finished(root, digests)
+
+
+def test_ctrl_c_drains_every_worker_and_resume_goes_on(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    make_run(root, engine="fake", steps=6, seed=4, engine_options={"delay-s": "0.2"}).close()
+    supervised = SupervisedRun(root)
+    supervised.start()
+    wait_until(lambda: num_planned(root) >= 4, seconds=90, what="the fourth step")
+    assert supervised.process is not None
+    supervised.process.send_signal(signal.SIGINT)
+    assert supervised.process.wait(timeout=40) == 130
+    assert "strawflow resume" in (root / "supervisor.log").read_text()
+    assert not processes_of(root)
+    run = open_run(root)
+    with run.index.read() as connection:
+        assert sessions.listed(connection, live_only=True) == []
+        assert packs.listed(connection, state=PackState.OPEN) == []
+        assert not [u for u in units.listed(connection, run.branch) if u.state is UnitState.LEASED]
+    run.close()
+    supervised.start()
+    supervised.finish(seconds=120)
+    check_finished(root, {})
+
+
+def test_a_second_supervisor_is_refused_and_the_first_goes_on(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    make_run(root, engine="fake", steps=2, seed=6).close()
+    first, second = SupervisedRun(root), SupervisedRun(root)
+    first.start()
+    wait_until(lambda: bool(processes_of(root)), seconds=30, what="the first worker")
+    second.start()
+    assert second.process is not None
+    assert second.process.wait(timeout=30) == AlreadyExistsError.exit_code
+    first.finish(seconds=120)
+    check_finished(root, {})
 
 
 @pytest.mark.parametrize(

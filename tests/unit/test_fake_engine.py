@@ -275,8 +275,9 @@ def test_as_a_process_it_takes_its_first_label_from_the_model_folder_and_dies_wh
 
 def test_as_a_process_it_dies_with_its_killed_parent() -> None:
     script = (
-        "import subprocess, sys\n"
-        "subprocess.Popen([sys.executable, '-m', 'strawflow.testing.fake_engine']).wait()\n"
+        "import os, subprocess, sys\n"
+        "command = [sys.executable, '-m', 'strawflow.testing.fake_engine', '--die-with-parent', str(os.getpid())]\n"
+        "subprocess.Popen(command).wait()\n"
     )
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None

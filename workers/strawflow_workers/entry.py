@@ -8,17 +8,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import ctypes
 import logging
-import os
-import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from strawflow.errors import StrawflowError
-
-_PR_SET_PDEATHSIG = 1
+from strawflow.parentage import die_with_parent
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -119,13 +115,6 @@ def _quickstart(arguments: argparse.Namespace) -> int:
     from strawflow_workers.quickstart.program import quickstart
 
     return quickstart(arguments)
-
-
-def die_with_parent(parent: int) -> None:
-    """Ask the kernel to kill this process when its parent dies, and do so at once if it is dead already."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 VERBS: dict[str, Callable[[argparse.Namespace], int]] = {

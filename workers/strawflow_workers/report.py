@@ -139,6 +139,7 @@ def summarise(run: Run) -> dict[str, Any]:
         "greedy_accuracy_before": value("eval_greedy", first),
         "greedy_accuracy_after": value("eval_greedy", last),
         "num_held_out": _num_held_out(accuracies),
+        "num_failed_answers": sum(a.num_failed for a in accuracies.values() if a is not None),
         "steps": len(rl),
         "warm_start_steps": len(steps) - len(rl),
         "reward_by_step": rewards,
@@ -176,6 +177,10 @@ def print_summary(run: Run, summary: dict[str, Any]) -> None:
         table.add_row(
             "accuracy, greedy",
             f"{greedy[0]:.1%} → {greedy[1]:.1%}  ({100 * (greedy[1] - greedy[0]):+.1f} points)",
+        )
+    if summary["num_failed_answers"]:
+        table.add_row(
+            "failed answers", f"{summary['num_failed_answers']} in the evaluations, counted as wrong"
         )
     table.add_row(
         "mean reward",

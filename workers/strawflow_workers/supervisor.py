@@ -88,21 +88,23 @@ class Supervisor:
             WorkerFailedError: a worker cannot be kept alive; the message quotes the end of its log.
         """
         with self._only_one(), self._counted():
-            rescue.declare_dead_processes_lost(self.run)
-            with WorkerSession(self.run, "supervise") as session:
-                rescue.recover_packs(session)
-                try:
-                    return self._tend(session)
-                finally:
-                    self._stop_children()
-                    rescue.declare_dead_processes_lost(self.run)
-                    rescue.recover_packs(session)
+            self._recover()
+            try:
+                return self._tend()
+            finally:
+                self._stop_children()
+                self._recover()
 
-    def _tend(self, session: WorkerSession) -> bool:
+    def _recover(self) -> None:
+        """Take back what processes that are gone held. The session is short: one across the run could expire unused."""
+        rescue.declare_dead_processes_lost(self.run)
+        with WorkerSession(self.run, "recover") as session:
+            rescue.recover_packs(session)
+
+    def _tend(self) -> bool:
         if progress.rollout_is_done(self.run):  # nothing is left to do: start nobody
             return True
         while not self.drain.requested:
-            session.mark_progress()
             for child in self.children:
                 self._tend_child(child)
             if all(child.is_done for child in self.children):

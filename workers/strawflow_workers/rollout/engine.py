@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -54,7 +55,7 @@ class FakeEngineProcess:
         config = json.loads((self._model_path / "config.json").read_text(encoding="utf-8"))
         command = [sys.executable, "-m", "strawflow.testing.fake_engine", "--port", "0"]
         command += ["--vocab-size", str(config["vocab_size"]), "--eos", str(config["eos_token_id"])]
-        command += ["--model-path", str(self._model_path)]
+        command += ["--model-path", str(self._model_path), "--die-with-parent", str(os.getpid())]
         for name, value in self._options.items():
             command += [f"--{name}", value]
         with self._log_path.open("ab") as sink:

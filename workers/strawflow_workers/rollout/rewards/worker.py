@@ -12,23 +12,21 @@ Out: {"ready": true} or {"refused": text}, then [id, "scored", number], [id, "fa
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import math
 import numbers
 import os
 import select
-import signal
 import sys
 from collections import deque
 from typing import Any
 
 from strawflow.errors import ConfigError
+from strawflow.parentage import die_with_parent
 from strawflow_workers.rollout.rewards.frames import FrameBuffer, encode_frame
 from strawflow_workers.rollout.rewards.spec import RewardSpec
 from strawflow_workers.rollout.rewards.verifiers import Verifier, load_verifier
 
-_PR_SET_PDEATHSIG = 1
 _FAILURE_CHARS = 2000
 
 
@@ -50,16 +48,6 @@ def main() -> None:
     _serve(wire, verifier)
 
 
-def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when the thread that started it ends; exit at once when it already has."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        code = ctypes.get_errno()
-        raise OSError(code, f"prctl(PR_SET_PDEATHSIG): {os.strerror(code)}")
-    if os.getppid() != parent_pid:
-        sys.exit(0)
-
-
 def _serve(wire: _Wire, verifier: Verifier) -> None:
     waiting: deque[list[Any]] = deque()
     unwanted: set[int] = set()
@@ -67,6 +55,8 @@ def _serve(wire: _Wire, verifier: Verifier) -> None:
         for message in wire.messages(block=not waiting):
             waiting.extend(message.get("score", ()))
             unwanted.update(message.get("skip", ()))
+        if not waiting:  # the message only took requests back
+            continue
         request_id, *request = waiting.popleft()
         if request_id in unwanted:
             unwanted.discard(request_id)
