@@ -41,7 +41,9 @@ CREATE TABLE sessions (
     session_id VARCHAR NOT NULL,
     kind VARCHAR NOT NULL,
     host VARCHAR NOT NULL,
+    machine VARCHAR NOT NULL,
     pid INTEGER NOT NULL,
+    process_started BIGINT NOT NULL,
     state VARCHAR NOT NULL,
     expires_at FLOAT NOT NULL,
     started_at VARCHAR NOT NULL,
@@ -82,7 +84,6 @@ CREATE TABLE consumers (
     consumer VARCHAR NOT NULL,
     position BIGINT NOT NULL,
     planned BIGINT NOT NULL,
-    num_dropped BIGINT NOT NULL,
     CONSTRAINT pk_consumers PRIMARY KEY (branch_id, consumer),
     CONSTRAINT fk_consumers_branch_id FOREIGN KEY(branch_id) REFERENCES branches (branch_id)
 );

@@ -32,7 +32,10 @@ def wall_time() -> str:
 
 @dataclass(frozen=True)
 class TrustedUntil:
-    """How long a worker may trust a lease it asked for: request start + ttl - margin, monotonic."""
+    """How long a worker may trust a lease it asked for: request start + ttl - margin.
+
+    Counted in seconds since boot, which go on while the machine is suspended, as the expiry in the index does.
+    """
 
     deadline: float
 
@@ -41,4 +44,4 @@ class TrustedUntil:
         return cls(requested_at + ttl_s - margin_s)
 
     def holds(self) -> bool:
-        return time.monotonic() < self.deadline
+        return uptime_s() < self.deadline

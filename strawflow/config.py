@@ -19,6 +19,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from strawflow.errors import ConfigError
 
 ENV_PREFIX = "STRAWFLOW_"
+_COMMANDS = {"run"}
+"""Sections whose name is also a command's: STRAWFLOW_RUN_... may be an option of `strawflow run`."""
 
 
 class Section(BaseModel):
@@ -216,6 +218,8 @@ def load_config(
     for variable, text in (environ or {}).items():
         if variable in by_variable:
             _put(tree, by_variable[variable], text)
+        else:
+            _refuse_misspelt(variable, by_variable)
     for name, text in (flags or {}).items():
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
@@ -223,6 +227,16 @@ def load_config(
             raise ConfigError(f"unknown setting --{name}{hint}")
         _put(tree, name, text)
     return _validated(tree, where=str(toml_path) if toml_path else "the given flags")
+
+
+def _refuse_misspelt(variable: str, known: Mapping[str, str]) -> None:
+    """Raise ConfigError for a variable that names a section of ours and no field of it."""
+    section = variable.removeprefix(ENV_PREFIX).split("_")[0].lower()
+    sections = {name.split("_")[0] for name in RunConfig.model_fields} - _COMMANDS
+    if variable.startswith(ENV_PREFIX) and section in sections:
+        near = difflib.get_close_matches(variable, known, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"unknown variable {variable}{hint}")
 
 
 def _read_toml(path: Path) -> dict[str, dict[str, Any]]:

@@ -62,7 +62,9 @@ def upgrade() -> None:
         sa.Column("session_id", sa.String(), nullable=False),
         sa.Column("kind", sa.String(), nullable=False),
         sa.Column("host", sa.String(), nullable=False),
+        sa.Column("machine", sa.String(), nullable=False),
         sa.Column("pid", sa.Integer(), nullable=False),
+        sa.Column("process_started", sa.BigInteger(), nullable=False),
         sa.Column("state", sa.String(), nullable=False),
         sa.Column("expires_at", sa.Float(), nullable=False),
         sa.Column("started_at", sa.String(), nullable=False),
@@ -106,7 +108,6 @@ def upgrade() -> None:
         sa.Column("consumer", sa.String(), nullable=False),
         sa.Column("position", sa.BigInteger(), nullable=False),
         sa.Column("planned", sa.BigInteger(), nullable=False),
-        sa.Column("num_dropped", sa.BigInteger(), nullable=False),
         sa.ForeignKeyConstraint(["branch_id"], ["branches.branch_id"], name=op.f("fk_consumers_branch_id")),
         sa.PrimaryKeyConstraint("branch_id", "consumer", name=op.f("pk_consumers")),
     )

@@ -26,25 +26,44 @@ EVAL_PRIORITY = 10
 
 
 def admit_due(run: Run) -> int:
-    """Admit every group that staleness allows now; returns how many were admitted. Safe to call from any worker."""
-    config = run.config
-    admitted = 0
-    with run.index.begin() as connection:
-        newest = weights.newest(connection, run.branch)
-        if newest is None:
+    """Admit every group that staleness allows now; returns how many were admitted. Safe to call from any worker.
+
+    A unit dropped outside any batch is owed a replacement of its purpose.
+    """
+    with (
+        run.index.read() as connection
+    ):  # almost always there is nothing to do: look before taking the write lock
+        if not any(_num_due(connection, run, *due) > 0 for due in _limits(connection, run)):
             return 0
-        warm = config.warm_start
-        dropped = consumers.find(connection, run.branch, run.consumer).num_dropped
-        if warm.steps:
-            # Demonstrations are sampled by no weights, so nothing about them goes stale.
-            admitted += _admit_up_to(
-                connection, run, DEMONSTRATIONS, "demo", limit=warm.steps * warm.prompts_per_step
-            )
-        if newest.step >= warm.steps:
-            num_steps = min(newest.step - warm.steps + 1 + config.rollout.max_staleness, config.trainer.steps)
-            limit = num_steps * config.rollout.prompts_per_step + dropped
-            admitted += _admit_up_to(connection, run, PROMPTS, "train", limit=limit)
-    return admitted
+    with run.index.begin() as connection:
+        return sum(
+            _admit_up_to(connection, run, dataset_id, profile, limit=limit)
+            for dataset_id, profile, limit in _limits(connection, run)
+        )
+
+
+def _limits(connection: Connection, run: Run) -> list[tuple[str, str, int]]:
+    """Return (dataset, profile, how many of it may have been admitted by now)."""
+    config, warm = run.config, run.config.warm_start
+    newest = weights.newest(connection, run.branch)
+    if newest is None:
+        return []
+
+    def dropped(purpose: str) -> int:
+        return consumers.num_dropped(connection, run.branch, run.consumer, purpose=purpose)
+
+    limits: list[tuple[str, str, int]] = []
+    if warm.steps:
+        # Demonstrations are sampled by no weights, so nothing about them goes stale.
+        limits.append((DEMONSTRATIONS, "demo", warm.steps * warm.prompts_per_step + dropped("demo")))
+    if newest.step >= warm.steps:
+        num_steps = min(newest.step - warm.steps + 1 + config.rollout.max_staleness, config.trainer.steps)
+        limits.append((PROMPTS, "train", num_steps * config.rollout.prompts_per_step + dropped("train")))
+    return limits
+
+
+def _num_due(connection: Connection, run: Run, dataset_id: str, _profile: str, limit: int) -> int:
+    return limit - datasets.num_admitted(connection, run.branch, dataset_id)
 
 
 def admit_evaluation(connection: Connection, run: Run, *, version_id: str, step: int) -> int:
@@ -52,7 +71,7 @@ def admit_evaluation(connection: Connection, run: Run, *, version_id: str, step:
 
     Runs inside the transaction that publishes the version, so that no engine can pass it by. Idempotent per step.
     """
-    if not run.config.data.held_out or units.has_epoch(connection, run.branch, purpose="eval", epoch=step):
+    if units.has_epoch(connection, run.branch, purpose="eval", epoch=step):
         return 0
     profiles = ["eval_sampled"] + (["eval_greedy"] if run.config.eval.greedy else [])
     new = [
@@ -69,6 +88,8 @@ def admit_evaluation(connection: Connection, run: Run, *, version_id: str, step:
         for position in range(segment.num_rows)
         for profile in profiles
     ]
+    if not new:
+        return 0
     units.admit(connection, run.branch, new)
     events.record(connection, "evaluation.admitted", version_id=version_id, step=step, num_units=len(new))
     return len(new)

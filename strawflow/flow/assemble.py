@@ -14,7 +14,7 @@ import pyarrow as pa
 import xxhash
 
 from strawflow import faults
-from strawflow.errors import NotFoundError
+from strawflow.errors import ConflictError, NotFoundError
 from strawflow.flow.run import Run
 from strawflow.flow.session import WorkerSession
 from strawflow.ids import Extent
@@ -58,6 +58,8 @@ class BatchPlan:
     assignments: Sequence[Assignment]
     mean_reward: float | None
     max_staleness: int
+    version_ids: frozenset[str] = frozenset()
+    """Weight versions that sampled any of its tokens."""
 
     @property
     def num_sequences(self) -> int:
@@ -167,14 +169,17 @@ def plan_batch(session: WorkerSession, role: Role, plan: BatchPlan) -> Batch:
 
     Raises:
         LeaseLostError: another session took over as assembler; nothing changed.
-        ConflictError: the step was planned meanwhile, or a unit was given away before; nothing changed.
+        ConflictError: the step was planned meanwhile, a unit was given away before, or weights that sampled it died
+            (a resume went back before them); nothing changed.
     """
     run = session.run
     extents = session.packs.append_many("batch", [m.rows for m in plan.micro_batches])
     plan_extent = session.packs.append("plan", plan.plan)
-    faults.at("assemble.before_plan")  # crash here: orphan bytes, swept after a grace period
+    faults.at("assemble.before_plan")  # crash here: orphan bytes, named by nothing
     with run.index.begin() as connection:
         consumers.require_role(connection, role)
+        if dead := weights.dead_among(connection, plan.version_ids):
+            raise ConflictError(f"weights {dead[0]} died while the batch was built; it is built again")
         consumers.advance_planned(connection, run.branch, run.consumer, step=plan.step)
         before = batches.find(connection, run.branch, run.consumer, plan.step - 1)
         packs.name_extents(connection, [*extents, plan_extent], session_id=session.session_id)

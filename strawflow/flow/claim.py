@@ -11,7 +11,7 @@ import pyarrow as pa
 from strawflow import faults
 from strawflow.config import SamplingProfile
 from strawflow.flow.session import WorkerSession
-from strawflow.index import datasets, packs, units
+from strawflow.index import datasets, packs, sessions, units
 from strawflow.index.units import Unit
 
 
@@ -80,9 +80,18 @@ def claim(
     serving_version_id: str | None,
     purposes: Sequence[str] | None = None,
 ) -> list[Grant]:
-    """Lease up to `limit` units; an empty list means there is nothing to do now."""
+    """Lease up to `limit` units; an empty list means there is nothing to do now.
+
+    Raises:
+        LeaseLostError: the session was declared lost.
+    """
     run = session.run
+    with run.index.read() as connection:  # most calls find nothing: look before taking the write lock
+        if not units.any_ready(connection, run.branch, purposes=purposes):
+            return []
     with run.index.begin() as connection:
+        # A session declared lost is never rescued a second time: a lease granted to it would stay for ever.
+        sessions.require_live(connection, session.session_id)
         claimed = units.claim(
             connection,
             run.branch,

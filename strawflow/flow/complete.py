@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from strawflow import faults
-from strawflow.errors import LeaseLostError
+from strawflow.errors import InvalidInputError, LeaseLostError
 from strawflow.flow.session import WorkerSession
 from strawflow.flow.trajectory import UnitResult, to_record_batch
 from strawflow.index import consumers, packs, receipts, units, weights
@@ -48,7 +48,7 @@ def complete(session: WorkerSession, results: Sequence[UnitResult], *, submissio
         return Receipt(tuple(known["accepted"]), tuple(known["lost"]))
     faults.at("rollout.before_complete")
     extent = session.packs.append("trajectory", to_record_batch(results))
-    faults.at("commit.before")  # crash here: orphan bytes, swept after a grace period
+    faults.at("commit.before")  # crash here: orphan bytes, named by nothing
     accepted: list[int] = []
     lost: list[int] = []
     with run.index.begin() as connection:
@@ -105,6 +105,15 @@ def fail(session: WorkerSession, unit_id: int, *, fence: int, error: str) -> Uni
 
 
 def _oldest_step(connection: Connection, result: UnitResult) -> int:
-    """Return the step of the oldest weights among the sampled tokens; 0 for demonstrations."""
-    found = [weights.find(connection, version) for version in sorted(result.versions())]
-    return min((version.step for version in found if version is not None), default=0)
+    """Return the step of the oldest weights among the sampled tokens; 0 for demonstrations.
+
+    Raises:
+        InvalidInputError: the index knows no such weights.
+    """
+    steps = []
+    for version_id in sorted(result.versions()):
+        version = weights.find(connection, version_id)
+        if version is None:
+            raise InvalidInputError(f"unit {result.unit_id} was sampled from unknown weights {version_id!r}")
+        steps.append(version.step)
+    return min(steps, default=0)

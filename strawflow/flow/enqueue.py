@@ -75,7 +75,7 @@ def enqueue(session: WorkerSession, request: EnqueueRequest) -> EnqueueReport:
         _Spool(Path(folder) / "rows.sqlite") as spool,
     ):
         extents = _append_new_rows(session, request.dataset_id, rows, spool)
-        faults.at("enqueue.before_commit")  # crash here: orphan bytes, swept after a grace period
+        faults.at("enqueue.before_commit")  # crash here: orphan bytes, named by nothing
         if spool.num_rows:
             _commit(session, request, extents, spool)
         report.num_added = spool.num_rows

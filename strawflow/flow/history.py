@@ -7,6 +7,7 @@ from typing import Any
 from strawflow.flow.run import Run
 from strawflow.index import batches as index_batches
 from strawflow.index import checkpoints as index_checkpoints
+from strawflow.index import consumers, units
 from strawflow.index.batches import Batch
 from strawflow.index.checkpoints import Checkpoint
 
@@ -27,3 +28,15 @@ def checkpoints(run: Run) -> list[Checkpoint]:
     """Return the committed checkpoints in step order."""
     with run.index.read() as connection:
         return index_checkpoints.listed(connection, run.branch, run.consumer)
+
+
+def outcomes(run: Run) -> dict[tuple[str, str | None], int]:
+    """Return {(outcome, reason): number of units}."""
+    with run.index.read() as connection:
+        return consumers.count_outcomes(connection, run.branch, run.consumer)
+
+
+def tokens_generated(run: Run) -> int:
+    """Return the response tokens of all accepted results that an engine sampled."""
+    with run.index.read() as connection:
+        return units.total_tokens(connection, run.branch)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from strawflow.flow.run import Run
-from strawflow.index import consumers, units
+from strawflow.index import consumers, units, weights
 
 
 @dataclass(frozen=True)
@@ -25,18 +25,12 @@ def standing(run: Run) -> Standing:
     return Standing(consumer.planned, consumer.position, evaluating)
 
 
-def training_is_done(run: Run) -> bool:
-    """Tell whether a checkpoint covers the last step."""
-    return standing(run).position >= run.config.total_steps
-
-
 def rollout_is_done(run: Run) -> bool:
     """Tell whether nothing will be generated any more: all steps trained, the last evaluation answered."""
     now = standing(run)
     if now.position < run.config.total_steps or now.evaluating:
         return False
     with run.index.read() as connection:
-        # The last weights are published, with their evaluation, after the last checkpoint.
-        return not run.config.data.held_out or units.has_epoch(
-            connection, run.branch, purpose="eval", epoch=run.config.total_steps
-        )
+        # The last weights are published, with the evaluation they call for, after the last checkpoint.
+        newest = weights.newest(connection, run.branch)
+        return newest is not None and newest.step >= run.config.total_steps

@@ -7,6 +7,7 @@ E: a folder without a row, never loaded. F: published; whoever needs it loads it
 
 from __future__ import annotations
 
+import logging
 import shutil
 
 from strawflow import faults
@@ -17,6 +18,8 @@ from strawflow.ids import weight_version_id
 from strawflow.index import consumers, units, weights
 from strawflow.index.consumers import Role
 from strawflow.index.weights import WeightVersion
+
+log = logging.getLogger(__name__)
 
 
 def weights_path(version_id: str) -> str:
@@ -65,13 +68,24 @@ def version_to_serve(run: Run) -> WeightVersion | None:
         return weights.newest(connection, run.branch)
 
 
-def remove_unneeded_weights(run: Run) -> int:
-    """Remove files of versions that no engine serves, no unit waits for and that are not among the newest kept."""
-    with run.index.read() as connection:
+def remove_unneeded_weights(session: WorkerSession, role: Role) -> int:
+    """Remove files of versions that no engine serves or loads, no unit waits for and that are not among the newest kept.
+
+    The rows say so first, under the trainer's fence: a crash between leaves files that nothing names, never a row whose
+    files are gone.
+
+    Raises:
+        LeaseLostError: another session took over as trainer.
+    """
+    run = session.run
+    with run.index.begin() as connection:
+        consumers.require_role(connection, role)
         removable = weights.removable(connection, run.branch, keep_last=run.config.trainer.keep_weights)
-    for version in removable:
-        # crash between: a row that still claims files, and the next call removes the rest
-        shutil.rmtree(run.root / version.path, ignore_errors=True)
-        with run.index.begin() as connection:
+        for version in removable:
             weights.mark_files_removed(connection, version.version_id)
+    for version in removable:
+        try:
+            shutil.rmtree(run.root / version.path)
+        except OSError as error:
+            log.warning("the files of weights %s could not be removed: %s", version.version_id, error)
     return len(removable)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 
 from strawflow.errors import CorruptPackError
-from strawflow.flow.processes import process_exists
 from strawflow.flow.run import Run
 from strawflow.flow.session import WorkerSession
 from strawflow.ids import new_id
@@ -47,14 +46,16 @@ def rescue_expired(run: Run) -> int:
 
 
 def declare_dead_processes_lost(run: Run) -> int:
-    """Declare lost every live session of this host whose process no longer exists; returns how many units came back."""
+    """Declare lost every live session of this machine whose process no longer exists; returns how many units came back."""
     with run.index.read() as connection:
-        here = sessions.live_on_this_host(connection)
-    return sum(
-        declare_lost(run, s.session_id, reason=f"its process {s.pid} is gone")
-        for s in here
-        if not process_exists(s.pid)
-    )
+        gone = sessions.live_but_gone(connection)
+    return sum(declare_lost(run, s.session_id, reason=f"its process {s.pid} is gone") for s in gone)
+
+
+def pids_of_lost_sessions(run: Run) -> set[int]:
+    """Return processes of this machine that live on though their session was declared lost."""
+    with run.index.read() as connection:
+        return sessions.lost_pids(connection)
 
 
 def recover_packs(session: WorkerSession) -> int:
@@ -103,7 +104,5 @@ def _recover(session: WorkerSession, pack: Pack) -> bool:
             num_corrupt=len(extents) - len(moved),
         )
     if len(moved) == len(extents):
-        (run.root / pack.path).unlink(
-            missing_ok=True
-        )  # crash before: a condemned file, removed by the next sweep
+        (run.root / pack.path).unlink(missing_ok=True)  # crash before: a condemned file that nothing reads
     return True

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from strawflow.errors import IllegalTransitionError
 from strawflow.flow.run import Run
-from strawflow.index import consumers, units
+from strawflow.index import consumers, units, weights
+from strawflow.index.engine import Connection
 from strawflow.index.units import Unit
 from strawflow.states import UnitState
 
@@ -26,6 +27,7 @@ def retry_unit(run: Run, unit_id: int) -> Unit:
             raise IllegalTransitionError(
                 f"unit {unit_id} was recorded as dropped and another was admitted for it; it cannot be retried"
             )
+        _refuse_without_weights(connection, unit)
         return unit
 
 
@@ -34,7 +36,21 @@ def retry_failed(run: Run) -> list[int]:
     with run.index.begin() as connection:
         retried = []
         for unit in units.listed(connection, run.branch, state=UnitState.FAILED, limit=1_000_000):
-            if not consumers.fates_of(connection, unit.branch_id, unit.unit_id):
+            if not consumers.fates_of(connection, unit.branch_id, unit.unit_id) and _has_weights(
+                connection, unit
+            ):
                 units.retry(connection, unit.unit_id)
                 retried.append(unit.unit_id)
         return retried
+
+
+def _has_weights(connection: Connection, unit: Unit) -> bool:
+    """Tell whether the weights a unit is bound to, if any, can still be served."""
+    return unit.required_version_id is None or weights.has_files(connection, unit.required_version_id)
+
+
+def _refuse_without_weights(connection: Connection, unit: Unit) -> None:
+    if not _has_weights(connection, unit):
+        raise IllegalTransitionError(
+            f"unit {unit.unit_id} is bound to weights {unit.required_version_id}, whose files are gone; it cannot be retried"
+        )

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,10 +54,12 @@ class Run:
         self.index.close()
 
 
-def create_run(root: Path, config: RunConfig, *, fresh: bool = False) -> Run:
+def create_run(
+    root: Path, config: RunConfig, *, fresh: bool = False, files: Mapping[str, bytes] | None = None
+) -> Run:
     """Create the run's folder and index; the folder becomes a run when config.json appears, last.
 
-    `fresh` removes a run that is there.
+    `fresh` removes a run that is there; `files` (name to content) are written before config.json.
 
     Raises:
         AlreadyExistsError: the folder holds a run (or anything else) and `fresh` is not set.
@@ -74,6 +77,8 @@ def create_run(root: Path, config: RunConfig, *, fresh: bool = False) -> Run:
         branches.create(connection, MAIN_BRANCH)
         consumers.ensure(connection, MAIN_BRANCH, TRAINER)
     index.expire_after_reboot()
+    for name, content in (files or {}).items():
+        write_durably(root / name, content)
     write_durably(root / CONFIG_FILE, configuration.to_json(config).encode())
     return Run(root, config, index)
 

@@ -12,6 +12,7 @@ import threading
 import time
 from types import TracebackType
 
+from strawflow import clock
 from strawflow.clock import TrustedUntil
 from strawflow.errors import LeaseLostError, StorageError
 from strawflow.flow.run import Run
@@ -37,7 +38,7 @@ class WorkerSession:
         self._progressed_at = time.monotonic()
         self._stop = threading.Event()
         self._lost = threading.Event()
-        requested_at = time.monotonic()
+        requested_at = clock.uptime_s()
         with run.index.begin() as connection:
             sessions.start(connection, self.session_id, kind=kind, ttl_s=run.config.lease.ttl_s)
         self._trusted = self._trust_from(requested_at)
@@ -92,7 +93,7 @@ class WorkerSession:
             if time.monotonic() - self._progressed_at > self._stall_s:
                 log.error("the work loop made no progress for %.0f s: heartbeat withheld", self._stall_s)
                 continue
-            requested_at = time.monotonic()
+            requested_at = clock.uptime_s()
             try:
                 with self.run.index.begin() as connection:
                     sessions.renew(connection, self.session_id, ttl_s=self.run.config.lease.ttl_s)

@@ -34,10 +34,18 @@ def count_restart(run: Run, *, kind: str, exit_code: int) -> None:
         events.record(connection, "worker.restarted", kind=kind, exit_code=exit_code)
 
 
+def count_resume(run: Run, *, prepared_s: float) -> None:
+    """Count a start of the supervisor and the seconds that preparation took before it."""
+    with run.index.begin() as connection:
+        meta.add(connection, RESUMES, 1)
+        meta.add(connection, SECONDS, prepared_s)
+
+
 def read(run: Run) -> dict[str, float]:
-    """Return {seconds, restarts} so far."""
+    """Return {seconds, restarts, resumes} so far; the first start counts as a resume of nothing."""
     with run.index.read() as connection:
         return {
             "seconds": meta.counter(connection, SECONDS),
             "restarts": meta.counter(connection, RESTARTS),
+            "resumes": max(0.0, meta.counter(connection, RESUMES) - 1),
         }

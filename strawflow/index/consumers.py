@@ -11,13 +11,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import sqlalchemy as sa
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import Connection
 
 from strawflow.errors import ConflictError, LeaseLostError, NotFoundError
 from strawflow.index import events, sessions
 from strawflow.index import tables as t
-from strawflow.index.units import _COLUMNS, Unit, _unit
+from strawflow.index.engine import insert_unless_there, lock_rows
+from strawflow.index.units import COLUMNS, Unit, to_unit
 from strawflow.states import SessionState, UnitState
 
 
@@ -27,7 +27,6 @@ class Consumer:
     consumer: str
     position: int
     planned: int
-    num_dropped: int
 
 
 @dataclass(frozen=True)
@@ -49,11 +48,10 @@ class Assignment:
 
 
 def ensure(connection: Connection, branch_id: str, consumer: str) -> None:
-    insert = postgresql.insert if connection.dialect.name == "postgresql" else sqlite.insert
     connection.execute(
-        insert(t.consumers)
-        .values(branch_id=branch_id, consumer=consumer, position=0, planned=0, num_dropped=0)
-        .on_conflict_do_nothing()
+        insert_unless_there(t.consumers, connection).values(
+            branch_id=branch_id, consumer=consumer, position=0, planned=0
+        )
     )
 
 
@@ -68,15 +66,14 @@ def find(connection: Connection, branch_id: str, consumer: str) -> Consumer:
     ).first()
     if row is None:
         raise NotFoundError(f"there is no consumer {consumer!r} on branch {branch_id!r}")
-    return Consumer(row.branch_id, row.consumer, row.position, row.planned, row.num_dropped)
+    return Consumer(row.branch_id, row.consumer, row.position, row.planned)
 
 
 def take_role(connection: Connection, branch_id: str, role: str, session_id: str) -> Role | None:
     """Take a role that is free or whose holder's session is not live; None while another live session holds it."""
     sessions.require_live(connection, session_id)
-    insert = postgresql.insert if connection.dialect.name == "postgresql" else sqlite.insert
     connection.execute(
-        insert(t.roles).values(branch_id=branch_id, role=role, fence=0).on_conflict_do_nothing()
+        insert_unless_there(t.roles, connection).values(branch_id=branch_id, role=role, fence=0)
     )
     live = sa.select(t.sessions.c.session_id).where(t.sessions.c.state == SessionState.LIVE)
     row = connection.execute(
@@ -95,27 +92,13 @@ def take_role(connection: Connection, branch_id: str, role: str, session_id: str
     return Role(branch_id, role, row.fence, session_id)
 
 
-def leave_role(connection: Connection, role: Role) -> None:
-    connection.execute(
-        sa.update(t.roles)
-        .where(
-            t.roles.c.branch_id == role.branch_id,
-            t.roles.c.role == role.role,
-            t.roles.c.fence == role.fence,
-        )
-        .values(session_id=None)
-    )
-
-
 def require_role(connection: Connection, role: Role) -> None:
     """Raise LeaseLostError unless the role is still held under this fence by a live session."""
     sessions.require_live(connection, role.session_id)
     statement = sa.select(t.roles.c.fence, t.roles.c.session_id).where(
         t.roles.c.branch_id == role.branch_id, t.roles.c.role == role.role
     )
-    if connection.dialect.name == "postgresql":
-        statement = statement.with_for_update()
-    row = connection.execute(statement).one()
+    row = connection.execute(lock_rows(statement, connection)).one()
     if (row.fence, row.session_id) != (role.fence, role.session_id):
         raise LeaseLostError(
             f"another session took over as {role.role}; stop the work",
@@ -147,7 +130,7 @@ def withdraw(connection: Connection, branch_id: str, consumer: str, unit_ids: It
 def offered(connection: Connection, branch_id: str, consumer: str, *, purpose: str, limit: int) -> list[Unit]:
     """Return completed units before this consumer: oldest weight version first, then first in."""
     rows = connection.execute(
-        sa.select(*_COLUMNS)
+        sa.select(*COLUMNS)
         .join(t.offers, t.offers.c.unit_id == t.units.c.unit_id)
         .where(
             t.offers.c.branch_id == branch_id,
@@ -157,7 +140,7 @@ def offered(connection: Connection, branch_id: str, consumer: str, *, purpose: s
         .order_by(t.units.c.version_step, t.units.c.unit_id)
         .limit(limit)
     )
-    return [_unit(row) for row in rows]
+    return [to_unit(row) for row in rows]
 
 
 def assign(
@@ -195,12 +178,6 @@ def assign(
         raise ConflictError(
             f"a unit of this batch was already given to consumer {consumer!r}", detail=str(error.orig)
         ) from error
-    if batch_id is None:
-        connection.execute(
-            sa.update(t.consumers)
-            .where(t.consumers.c.branch_id == branch_id, t.consumers.c.consumer == consumer)
-            .values(num_dropped=t.consumers.c.num_dropped + len(assignments))
-        )
 
 
 def assignments_of(connection: Connection, branch_id: str, consumer: str) -> list[Assignment]:
@@ -214,19 +191,17 @@ def assignments_of(connection: Connection, branch_id: str, consumer: str) -> lis
 
 
 def failed_unassigned(connection: Connection, branch_id: str, consumer: str, *, purpose: str) -> list[Unit]:
-    """Return failed units this consumer has not recorded as dropped yet."""
+    """Return failed units this consumer has not recorded as dropped yet; a retry of them waits for this transaction."""
     known = sa.select(t.assignments.c.unit_id).where(
         t.assignments.c.branch_id == branch_id, t.assignments.c.consumer == consumer
     )
-    rows = connection.execute(
-        sa.select(*_COLUMNS).where(
-            t.units.c.branch_id == branch_id,
-            t.units.c.state == UnitState.FAILED,
-            t.units.c.purpose == purpose,
-            t.units.c.unit_id.not_in(known),
-        )
+    statement = sa.select(*COLUMNS).where(
+        t.units.c.branch_id == branch_id,
+        t.units.c.state == UnitState.FAILED,
+        t.units.c.purpose == purpose,
+        t.units.c.unit_id.not_in(known),
     )
-    return [_unit(row) for row in rows]
+    return [to_unit(row) for row in connection.execute(lock_rows(statement, connection, of=t.units))]
 
 
 def count_outcomes(
@@ -298,6 +273,22 @@ def roles_listed(connection: Connection, branch_id: str) -> list[tuple[str, int,
         sa.select(r.role, r.fence, r.session_id).where(r.branch_id == branch_id).order_by(r.role)
     )
     return [(row.role, row.fence, row.session_id) for row in rows]
+
+
+def num_dropped(connection: Connection, branch_id: str, consumer: str, *, purpose: str) -> int:
+    """Return how many units of a purpose were dropped outside any batch: each is owed a replacement."""
+    return int(
+        connection.execute(
+            sa.select(sa.func.count())
+            .select_from(t.assignments.join(t.units, t.units.c.unit_id == t.assignments.c.unit_id))
+            .where(
+                t.assignments.c.branch_id == branch_id,
+                t.assignments.c.consumer == consumer,
+                t.assignments.c.batch_id.is_(None),
+                t.units.c.purpose == purpose,
+            )
+        ).scalar_one()
+    )
 
 
 def fates_of(

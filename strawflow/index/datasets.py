@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import sqlalchemy as sa
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import Connection
 
 from strawflow import clock
 from strawflow.errors import ConflictError, NotFoundError
 from strawflow.index import tables as t
+from strawflow.index.engine import insert_unless_there, lock_rows
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,9 @@ def ensure(connection: Connection, dataset_id: str, *, purpose: str) -> None:
     ).scalar()
     if found is None:
         connection.execute(
-            sa.insert(t.datasets).values(dataset_id=dataset_id, purpose=purpose, created_at=clock.wall_time())
+            insert_unless_there(t.datasets, connection).values(
+                dataset_id=dataset_id, purpose=purpose, created_at=clock.wall_time()
+            )
         )
     elif found != purpose:
         raise ConflictError(f"dataset {dataset_id!r} was created for {found!r}, not {purpose!r}")
@@ -71,6 +73,9 @@ def known_occurrences(connection: Connection, dataset_id: str, digests: Sequence
 
 
 def add_segment(connection: Connection, dataset_id: str, *, num_rows: int, source: str) -> Segment:
+    """Append an immutable segment; whoever appends to the same dataset waits."""
+    whole = sa.select(t.datasets.c.dataset_id).where(t.datasets.c.dataset_id == dataset_id)
+    connection.execute(lock_rows(whole, connection))
     last = connection.execute(
         sa.select(sa.func.max(t.segments.c.segment_seq)).where(t.segments.c.dataset_id == dataset_id)
     ).scalar()
@@ -134,10 +139,8 @@ def segment_extent_ids(connection: Connection, segment_id: int) -> list[tuple[in
 
 def cursor_for_update(connection: Connection, branch_id: str, dataset_id: str) -> Cursor:
     """Return the cursor, its row held until the transaction ends; made at the start of the data if absent."""
-    insert = postgresql.insert if connection.dialect.name == "postgresql" else sqlite.insert
     connection.execute(
-        insert(t.cursors)
-        .values(
+        insert_unless_there(t.cursors, connection).values(
             branch_id=branch_id,
             dataset_id=dataset_id,
             version=0,
@@ -146,15 +149,24 @@ def cursor_for_update(connection: Connection, branch_id: str, dataset_id: str) -
             position=0,
             num_admitted=0,
         )
-        .on_conflict_do_nothing()
     )
     statement = sa.select(t.cursors).where(
         t.cursors.c.branch_id == branch_id, t.cursors.c.dataset_id == dataset_id
     )
-    if connection.dialect.name == "postgresql":
-        statement = statement.with_for_update()
-    r = connection.execute(statement).one()
+    r = connection.execute(lock_rows(statement, connection)).one()
     return Cursor(r.dataset_id, r.version, r.epoch, r.segment_seq, r.position, r.num_admitted)
+
+
+def num_admitted(connection: Connection, branch_id: str, dataset_id: str) -> int:
+    """Return how many rows the branch's cursor has passed, over all epochs."""
+    return (
+        connection.execute(
+            sa.select(t.cursors.c.num_admitted).where(
+                t.cursors.c.branch_id == branch_id, t.cursors.c.dataset_id == dataset_id
+            )
+        ).scalar()
+        or 0
+    )
 
 
 def move_cursor(connection: Connection, branch_id: str, cursor: Cursor, *, expected_version: int) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy import event
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import Connection as Connection
 from sqlalchemy.engine import Engine, make_url
 from sqlalchemy.exc import DBAPIError
@@ -45,21 +46,30 @@ class Index:
         """Open a write transaction; commits on a clean exit, rolls back on any exception.
 
         Raises:
-            StorageError: the database could not be reached, stayed locked, or ended the connection.
+            StorageError: the database could not be reached, stayed locked, or ended the connection. The outcome of a
+                commit is then unknown: repeat it with the same submission id, or read back.
         """
+        with self._told_as_storage_error(), self._engine.begin() as connection:
+            yield connection
+
+    @contextmanager
+    def read(self) -> Iterator[Connection]:
+        """Open a read-only view.
+
+        Raises:
+            StorageError: the database could not be reached or ended the connection.
+        """
+        with self._told_as_storage_error(), self._engine.connect() as connection:
+            yield connection.execution_options(reading=True)
+
+    @contextmanager
+    def _told_as_storage_error(self) -> Iterator[None]:
         try:
-            with self._engine.begin() as connection:
-                yield connection
+            yield
         except DBAPIError as error:
             if isinstance(error, sa.exc.OperationalError) or error.connection_invalidated:
                 raise StorageError(f"the index did not answer: {error.orig}", url=self.shown_url) from error
             raise
-
-    @contextmanager
-    def read(self) -> Iterator[Connection]:
-        """Open a read-only view."""
-        with self._engine.connect() as connection:
-            yield connection.execution_options(reading=True)
 
     @property
     def shown_url(self) -> str:
@@ -119,9 +129,22 @@ def skip_locked(statement: sa.Select[Any], connection: Connection) -> sa.Select[
     return statement
 
 
-def lock_rows(statement: sa.Select[Any], connection: Connection) -> sa.Select[Any]:
-    """Lock the selected rows, waiting for their holders."""
-    return statement.with_for_update() if connection.dialect.name == "postgresql" else statement
+def lock_rows(
+    statement: sa.Select[Any], connection: Connection, *, of: sa.Table | None = None
+) -> sa.Select[Any]:
+    """Lock the selected rows (of one table), waiting for their holders."""
+    return statement.with_for_update(of=of) if connection.dialect.name == "postgresql" else statement
+
+
+def share_rows(statement: sa.Select[Any], connection: Connection) -> sa.Select[Any]:
+    """Keep others from changing the selected rows until this transaction ends; readers and sharers go on."""
+    return statement.with_for_update(read=True) if connection.dialect.name == "postgresql" else statement
+
+
+def insert_unless_there(table: sa.Table, connection: Connection) -> Any:
+    """Return an INSERT that leaves a row of the same key as it is."""
+    insert = postgresql.insert if connection.dialect.name == "postgresql" else sqlite.insert
+    return insert(table).on_conflict_do_nothing()
 
 
 def _make_engine(url: str, *, durability: str) -> Engine:

@@ -6,16 +6,15 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from strawflow.index import tables as t
+from strawflow.index.engine import insert_unless_there, lock_rows
 
 
 def add(connection: Connection, key: str, amount: float) -> float:
-    """Add to a counter (0 when absent) and return its new value."""
-    row = connection.execute(sa.select(t.meta.c.value).where(t.meta.c.key == key)).first()
-    value = (0.0 if row is None else float(row.value)) + amount
-    if row is None:
-        connection.execute(sa.insert(t.meta).values(key=key, value=str(value)))
-    else:
-        connection.execute(sa.update(t.meta).where(t.meta.c.key == key).values(value=str(value)))
+    """Add to a counter (0 when absent) and return its new value; others adding to it wait."""
+    connection.execute(insert_unless_there(t.meta, connection).values(key=key, value="0"))
+    held = lock_rows(sa.select(t.meta.c.value).where(t.meta.c.key == key), connection)
+    value = float(connection.execute(held).scalar_one()) + amount
+    connection.execute(sa.update(t.meta).where(t.meta.c.key == key).values(value=str(value)))
     return value
 
 

@@ -18,6 +18,7 @@ from strawflow import clock
 from strawflow.errors import LeaseLostError, NotFoundError
 from strawflow.ids import Extent
 from strawflow.index import tables as t
+from strawflow.index.engine import share_rows
 from strawflow.states import PackState, SessionState
 
 
@@ -80,9 +81,7 @@ def name_extents(connection: Connection, extents: Iterable[Extent], *, session_i
             t.sessions.c.state == SessionState.LIVE,
         )
     )
-    if connection.dialect.name == "postgresql":
-        statement = statement.with_for_update(read=True)
-    live = {row.pack_id for row in connection.execute(statement)}
+    live = {row.pack_id for row in connection.execute(share_rows(statement, connection))}
     if live != pack_ids:
         raise LeaseLostError(
             "the pack's writer session was declared lost; its bytes are not taken",

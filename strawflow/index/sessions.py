@@ -14,11 +14,11 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
-from strawflow import clock
+from strawflow import clock, processes
 from strawflow.errors import LeaseLostError
 from strawflow.index import events
 from strawflow.index import tables as t
-from strawflow.index.engine import now
+from strawflow.index.engine import now, share_rows
 from strawflow.states import SessionState
 
 
@@ -27,7 +27,9 @@ class Session:
     session_id: str
     kind: str
     host: str
+    machine: str
     pid: int
+    process_started: int
     state: SessionState
     expires_in_s: float
 
@@ -39,7 +41,9 @@ def start(connection: Connection, session_id: str, *, kind: str, ttl_s: float) -
             session_id=session_id,
             kind=kind,
             host=socket.gethostname(),
+            machine=processes.machine_id(),
             pid=os.getpid(),
+            process_started=processes.started_at(os.getpid()) or 0,
             state=SessionState.LIVE,
             expires_at=now(connection) + ttl_s,
             started_at=clock.wall_time(),
@@ -66,9 +70,7 @@ def renew(connection: Connection, session_id: str, *, ttl_s: float) -> None:
 def require_live(connection: Connection, session_id: str) -> None:
     """Raise LeaseLostError unless the session is live; holds its row so that it cannot be lost meanwhile."""
     statement = sa.select(t.sessions.c.state).where(t.sessions.c.session_id == session_id)
-    if connection.dialect.name == "postgresql":
-        statement = statement.with_for_update(read=True)
-    state = connection.execute(statement).scalar()
+    state = connection.execute(share_rows(statement, connection)).scalar()
     if state != SessionState.LIVE:
         raise LeaseLostError(
             "the session is no longer live; stop the work", session_id=session_id, state=state
@@ -123,17 +125,44 @@ def listed(connection: Connection, *, live_only: bool = False) -> list[Session]:
         t.sessions.c.session_id,
         t.sessions.c.kind,
         t.sessions.c.host,
+        t.sessions.c.machine,
         t.sessions.c.pid,
+        t.sessions.c.process_started,
         t.sessions.c.state,
         (t.sessions.c.expires_at - now(connection)).label("expires_in_s"),
     ).order_by(t.sessions.c.started_at)
     if live_only:
         statement = statement.where(t.sessions.c.state == SessionState.LIVE)
     return [
-        Session(r.session_id, r.kind, r.host, r.pid, SessionState(r.state), float(r.expires_in_s))
+        Session(
+            session_id=r.session_id,
+            kind=r.kind,
+            host=r.host,
+            machine=r.machine,
+            pid=r.pid,
+            process_started=r.process_started,
+            state=SessionState(r.state),
+            expires_in_s=float(r.expires_in_s),
+        )
         for r in connection.execute(statement)
     ]
 
 
-def live_on_this_host(connection: Connection) -> list[Session]:
-    return [s for s in listed(connection, live_only=True) if s.host == socket.gethostname()]
+def live_but_gone(connection: Connection) -> list[Session]:
+    """Return live sessions whose process is known to be gone: of this boot and pid namespace, and not running."""
+    here = processes.machine_id()
+    return [
+        s
+        for s in listed(connection, live_only=True)
+        if s.machine == here and processes.started_at(s.pid) != s.process_started
+    ]
+
+
+def lost_pids(connection: Connection) -> set[int]:
+    """Return the pids of this machine's processes whose session was declared lost while they live."""
+    rows = connection.execute(
+        sa.select(t.sessions.c.pid, t.sessions.c.process_started).where(
+            t.sessions.c.state == SessionState.LOST, t.sessions.c.machine == processes.machine_id()
+        )
+    )
+    return {row.pid for row in rows if processes.started_at(row.pid) == row.process_started}

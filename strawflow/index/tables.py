@@ -59,8 +59,10 @@ sessions = Table(
     metadata,
     Column("session_id", String, primary_key=True),
     Column("kind", String, nullable=False),
-    Column("host", String, nullable=False),
+    Column("host", String, nullable=False),  # for display
+    Column("machine", String, nullable=False),  # boot id and pid namespace: where the pid means something
     Column("pid", Integer, nullable=False),
+    Column("process_started", BigInteger, nullable=False),  # clock ticks since boot: tells a reused pid
     Column("state", String, nullable=False),
     Column("expires_at", Float, nullable=False),  # index time, seconds
     Column("started_at", String, nullable=False),  # wall time, for display
@@ -194,9 +196,6 @@ consumers = Table(
     Column("consumer", String, primary_key=True),
     Column("position", BigInteger, nullable=False),  # last step covered by a checkpoint
     Column("planned", BigInteger, nullable=False),  # last step with a stored batch
-    Column(
-        "num_dropped", BigInteger, nullable=False
-    ),  # units dropped outside any batch: each is owed a replacement
 )
 
 roles = Table(

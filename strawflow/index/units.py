@@ -49,10 +49,10 @@ class Unit:
     num_tokens: int | None
 
 
-_COLUMNS = [t.units.c[name] for name in Unit.__dataclass_fields__]
+COLUMNS = [t.units.c[name] for name in Unit.__dataclass_fields__]
 
 
-def _unit(row: sa.Row[tuple[object, ...]]) -> Unit:
+def to_unit(row: sa.Row[tuple[object, ...]]) -> Unit:
     values = dict(row._mapping)  # the public row mapping of SQLAlchemy
     values["state"] = UnitState(str(values["state"]))
     return Unit(**values)  # type: ignore[arg-type]
@@ -156,11 +156,21 @@ def claim(
             seq=0,
             attempts=u.attempts + 1,
         )
-        .returning(*_COLUMNS)
+        .returning(*COLUMNS)
     )
-    units = sorted((_unit(row) for row in granted), key=lambda unit: unit.unit_id)
+    units = sorted((to_unit(row) for row in granted), key=lambda unit: unit.unit_id)
     events.record(connection, "units.claimed", session_id=session_id, units=[x.unit_id for x in units])
     return units
+
+
+def any_ready(connection: Connection, branch_id: str, *, purposes: Sequence[str] | None = None) -> bool:
+    """Tell whether any unit of these purposes is ready."""
+    statement = sa.select(t.units.c.unit_id).where(
+        t.units.c.branch_id == branch_id, t.units.c.state == UnitState.READY
+    )
+    if purposes is not None:
+        statement = statement.where(t.units.c.purpose.in_(purposes))
+    return connection.execute(statement.limit(1)).first() is not None
 
 
 def num_leased(connection: Connection, session_id: str) -> int:
@@ -256,9 +266,9 @@ def rescue(connection: Connection, session_id: str, *, reason: str, max_attempts
             crashes=t.units.c.crashes + (0 if alone else 1),
             last_error=reason,
         )
-        .returning(*_COLUMNS)
+        .returning(*COLUMNS)
     )
-    units = [_unit(row) for row in rows]
+    units = [to_unit(row) for row in rows]
     for unit in units:
         name = "unit.failed" if unit.state is UnitState.FAILED else "unit.rescued"
         events.record(connection, name, session_id=session_id, unit_id=unit.unit_id, error=reason)
@@ -314,19 +324,19 @@ def find(connection: Connection, unit_id: int) -> Unit:
     Raises:
         NotFoundError: no such unit.
     """
-    row = connection.execute(sa.select(*_COLUMNS).where(t.units.c.unit_id == unit_id)).first()
+    row = connection.execute(sa.select(*COLUMNS).where(t.units.c.unit_id == unit_id)).first()
     if row is None:
         raise NotFoundError(f"there is no unit {unit_id}")
-    return _unit(row)
+    return to_unit(row)
 
 
 def listed(
     connection: Connection, branch_id: str, *, state: UnitState | None = None, limit: int = 100
 ) -> list[Unit]:
-    statement = sa.select(*_COLUMNS).where(t.units.c.branch_id == branch_id)
+    statement = sa.select(*COLUMNS).where(t.units.c.branch_id == branch_id)
     if state is not None:
         statement = statement.where(t.units.c.state == state)
-    return [_unit(row) for row in connection.execute(statement.order_by(t.units.c.unit_id).limit(limit))]
+    return [to_unit(row) for row in connection.execute(statement.order_by(t.units.c.unit_id).limit(limit))]
 
 
 def count_by_state(connection: Connection, branch_id: str) -> dict[tuple[str, str], int]:
@@ -366,11 +376,11 @@ def num_unfinished(connection: Connection, branch_id: str, *, purpose: str) -> i
 def of_profile(connection: Connection, branch_id: str, *, profile: str, epoch: int) -> list[Unit]:
     """Return the units of one profile and epoch, in order of admission."""
     rows = connection.execute(
-        sa.select(*_COLUMNS)
+        sa.select(*COLUMNS)
         .where(t.units.c.branch_id == branch_id, t.units.c.profile == profile, t.units.c.epoch == epoch)
         .order_by(t.units.c.unit_id)
     )
-    return [_unit(row) for row in rows]
+    return [to_unit(row) for row in rows]
 
 
 def has_epoch(connection: Connection, branch_id: str, *, purpose: str, epoch: int) -> bool:
@@ -382,10 +392,12 @@ def has_epoch(connection: Connection, branch_id: str, *, purpose: str, epoch: in
 
 
 def oldest_required_version(connection: Connection, branch_id: str) -> str | None:
-    """Return the weight version that the first unfinished version-bound unit waits for, if any."""
+    """Return the weight version that the first unfinished version-bound unit waits for, if its files are there."""
     return connection.execute(
         sa.select(t.units.c.required_version_id)
+        .join(t.weight_versions, t.weight_versions.c.version_id == t.units.c.required_version_id)
         .where(
+            t.weight_versions.c.files_removed.is_(False),
             t.units.c.branch_id == branch_id,
             t.units.c.state.in_([UnitState.READY, UnitState.LEASED]),
             t.units.c.required_version_id.is_not(None),

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import sqlalchemy as sa
@@ -15,6 +16,7 @@ from sqlalchemy.engine import Connection
 from strawflow import clock
 from strawflow.index import events
 from strawflow.index import tables as t
+from strawflow.index.engine import share_rows
 from strawflow.states import WeightState
 
 
@@ -129,6 +131,28 @@ def dead_ids(connection: Connection, branch_id: str) -> dict[str, int]:
         sa.select(w.version_id, w.step).where(w.branch_id == branch_id, w.state == WeightState.DEAD)
     )
     return {row.version_id: row.step for row in rows}
+
+
+def has_files(connection: Connection, version_id: str) -> bool:
+    """Tell whether the files of a version are kept and it may be served."""
+    w = t.weight_versions.c
+    row = connection.execute(
+        sa.select(w.version_id).where(
+            w.version_id == version_id, w.files_removed.is_(False), w.state != WeightState.DEAD
+        )
+    ).first()
+    return row is not None
+
+
+def dead_among(connection: Connection, version_ids: Collection[str]) -> list[str]:
+    """Return which of these versions are dead; the others cannot die before this transaction ends."""
+    w = t.weight_versions.c
+    statement = sa.select(w.version_id, w.state).where(w.version_id.in_(sorted(version_ids)))
+    return [
+        row.version_id
+        for row in connection.execute(share_rows(statement, connection))
+        if row.state == WeightState.DEAD
+    ]
 
 
 def removable(connection: Connection, branch_id: str, *, keep_last: int) -> list[WeightVersion]:

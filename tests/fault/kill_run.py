@@ -16,7 +16,7 @@ from strawflow.config import RunConfig
 from strawflow.flow.enqueue import EnqueueRequest, enqueue
 from strawflow.flow.run import Run, create_run, open_run
 from strawflow.flow.session import WorkerSession
-from strawflow.index import weights
+from strawflow.index import sessions, weights
 from strawflow.prompts.row import PromptKeys
 from strawflow.prompts.source import PromptSource
 from strawflow.testing.invariants import check_batches_unchanged, check_exactly_once
@@ -131,14 +131,23 @@ def processes_of(root: Path) -> dict[int, str]:
     return found
 
 
-def is_serving(root: Path) -> bool:
-    """Tell whether a live engine has reported its weights to the index."""
+def serving_engines(root: Path) -> set[str]:
+    """Return the engines of live workers that reported what they serve (not those that are still starting)."""
     run = open_run(root)
     try:
         with run.index.read() as connection:
-            return bool(weights.engines_listed(connection))
+            live = {s.session_id for s in sessions.listed(connection, live_only=True)}
+            live -= {s.session_id for s in sessions.live_but_gone(connection)}
+            found = weights.engines_listed(connection)
+        return {e.engine_id for e in found if e.session_id in live and e.url}
     finally:
         run.close()
+
+
+def wait_for_new_engine(root: Path, known: set[str]) -> set[str]:
+    """Wait until an engine that is not among `known` serves; returns those that serve."""
+    wait_until(lambda: bool(serving_engines(root) - known), seconds=150, what="a new engine to serve")
+    return serving_engines(root)
 
 
 def wait_until(condition: Callable[[], bool], *, seconds: float, what: str) -> None:
@@ -165,15 +174,17 @@ def campaign(
     rng = random.Random(seed)
     deadline = time.monotonic() + seconds
     digests: dict[int, str] = {}
+    hit: set[str] = set()
     supervised.start()
     for part in parts:
         if once_serving:
-            wait_until(lambda: is_serving(supervised.root), seconds=150, what="an engine to serve")
+            hit |= wait_for_new_engine(supervised.root, hit)
         due = time.monotonic() + rng.uniform(*gap_s)
         while time.monotonic() < due or not supervised.kill(part):
             assert time.monotonic() < deadline, f"no {part} to kill within {seconds} s"
-            if not supervised.is_running():
-                return digests  # the run was faster than the campaign; the caller counts the kills
+            assert supervised.is_running(), (
+                f"the run ended before a {part} could be killed: give it more steps"
+            )
             time.sleep(0.02)
         if not supervised.is_running():
             supervised.start()

@@ -94,7 +94,9 @@ def with_pool(
             return await body(pool)
 
     result = asyncio.run(run())
-    assert psutil.Process().children(recursive=True) == []
+    # The database server of other tests lives on beside this one and starts helpers when it likes.
+    left = [p for p in psutil.Process().children(recursive=True) if p.name() != "postgres"]
+    assert left == []
     return result
 
 

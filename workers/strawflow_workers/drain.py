@@ -1,34 +1,46 @@
-"""The request to drain: SIGTERM or SIGINT asks a worker to finish cleanly; loops look at it and wait on it."""
+"""The request to drain: SIGTERM or SIGINT asks a worker to finish cleanly; loops look at it and wait on it.
+
+The signal handler only sets a flag and writes a byte to a pipe: taking a lock there could wait for the very code that the
+signal interrupted.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import select
 import signal
-import threading
 from types import FrameType
 
 
 class Drain:
-    """Set by a signal or by code; waiting on it returns early when it is set."""
+    """Set by a signal or by code, from any thread; waiting on it returns early when it is set."""
 
     def __init__(self) -> None:
-        self._event = threading.Event()
+        self._requested = False
+        self._wakes, self._wake = os.pipe()
+        os.set_blocking(self._wake, False)
 
     @property
     def requested(self) -> bool:
-        return self._event.is_set()
+        return self._requested
 
     def request(self) -> None:
-        self._event.set()
+        self._requested = True
+        with contextlib.suppress(BlockingIOError):  # the pipe is full of earlier requests
+            os.write(self._wake, b".")
 
     def wait(self, seconds: float) -> bool:
         """Wait; True when a drain is requested."""
-        return self._event.wait(seconds)
+        if not self._requested:
+            select.select([self._wakes], [], [], seconds)
+        return self._requested
 
     def on_signals(self) -> None:
         """Take SIGTERM and SIGINT of this process as requests to drain."""
 
         def handle(_number: int, _frame: FrameType | None) -> None:
-            self._event.set()
+            self.request()
 
         signal.signal(signal.SIGTERM, handle)
         signal.signal(signal.SIGINT, handle)

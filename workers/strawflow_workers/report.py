@@ -20,7 +20,6 @@ from rich.table import Table
 from strawflow.flow import evaluation, history, tally
 from strawflow.flow.progress import standing
 from strawflow.flow.run import Run, write_durably
-from strawflow.index import consumers, units
 
 REFRESH_S = 0.5
 PLAIN_EVERY_S = 10.0
@@ -127,9 +126,7 @@ def summarise(run: Run) -> dict[str, Any]:
         found = accuracies[profile, step]
         return None if found is None else found.value
 
-    with run.index.read() as connection:
-        outcomes = consumers.count_outcomes(connection, run.branch, run.consumer)
-        generated = units.total_tokens(connection, run.branch)
+    outcomes = history.outcomes(run)
     rewards = [s["mean_reward"] for s in rl]
     return {
         "run": str(run.root),
@@ -146,8 +143,8 @@ def summarise(run: Run) -> dict[str, Any]:
         "loss_by_step": [s["loss"] for s in rl],
         "mean_reward_first": _mean(rewards[:5]),
         "mean_reward_last": _mean(rewards[-5:]),
-        "tokens_generated": generated,
-        "tokens_trained": sum(b.num_tokens for b in stored),
+        "tokens_generated": history.tokens_generated(run),
+        "tokens_trained": sum(s["num_tokens"] for s in steps),
         "max_staleness": max((b.max_staleness for b in stored if b.objective == "grpo"), default=None),
         "logprob_gap_mean": _mean([s["logprob_gap_mean"] for s in rl if s["logprob_gap_mean"] is not None]),
         "units": {
@@ -155,6 +152,7 @@ def summarise(run: Run) -> dict[str, Any]:
         },
         "seconds": round(counts["seconds"], 1),
         "restarts": int(counts["restarts"]),
+        "resumes": int(counts["resumes"]),
     }
 
 
@@ -189,12 +187,18 @@ def print_summary(run: Run, summary: dict[str, Any]) -> None:
     table.add_row("reward by step", sparkline(summary["reward_by_step"]))
     table.add_row("steps", f"{summary['warm_start_steps']} supervised, {summary['steps']} GRPO")
     table.add_row(
-        "tokens", f"{summary['tokens_generated']:,} generated, {summary['tokens_trained']:,} trained"
+        "tokens", f"{summary['tokens_generated']:,} generated, {summary['tokens_trained']:,} with a loss"
     )
-    table.add_row("staleness", f"at most {summary['max_staleness']} steps")
-    table.add_row("log-probabilities", f"engine and trainer differ by {summary['logprob_gap_mean'] or 0:.1e}")
+    table.add_row("staleness", f"at most {_shown(summary['max_staleness'], 'd')} steps")
+    table.add_row(
+        "log-probabilities",
+        f"engine and trainer differ by {_shown(summary['logprob_gap_mean'], '.1e')} on average",
+    )
     table.add_row("units", ", ".join(f"{n} {what}" for what, n in sorted(summary["units"].items())))
-    table.add_row("time", f"{summary['seconds']:.0f} s, {summary['restarts']} restarts of workers")
+    table.add_row(
+        "time",
+        f"{summary['seconds']:.0f} s, {summary['restarts']} restarts of workers, {summary['resumes']} resumes",
+    )
     table.add_row("the run lies in", str(run.root))
     table.add_row("plot", str(run.root / "plot.png"))
     console.print(table)
@@ -285,5 +289,5 @@ def _mean(values: list[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def _shown(value: float | None, digits: int = 3) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
+def _shown(value: float | None, form: str = ".3f") -> str:
+    return "-" if value is None else f"{value:{form}}"

@@ -32,7 +32,7 @@ from strawflow.errors import (
     InvalidInputError,
     WorkerFailedError,
 )
-from strawflow.flow import progress, rescue, tally
+from strawflow.flow import inputs, progress, rescue, tally
 from strawflow.flow.run import Run, open_run
 from strawflow.flow.session import WorkerSession
 from strawflow_workers.drain import Drain
@@ -55,6 +55,7 @@ MAX_DEATHS_WITHOUT_PROGRESS = 5
 BACKOFF_S = (0.0, 0.2, 1.0, 3.0, 8.0)
 DRAIN_TIMEOUT_S = 30.0
 TICK_S = 0.1
+UPKEEP_S = 1.0
 
 
 @dataclass
@@ -66,6 +67,8 @@ class Child:
     log_path: Path | None = None
     attempt: int = 0
     deaths_in_a_row: int = 0
+    seen_step: int = -1
+    """Last planned step when it last died: progress since then pardons."""
     start_at: float = 0.0
     is_done: bool = False
 
@@ -78,7 +81,7 @@ class Supervisor:
     drain: Drain
     on_tick: Callable[[], None] = lambda: None
     children: list[Child] = field(default_factory=lambda: [Child(kind) for kind in KINDS])
-    _seen_step: int = -1
+    _upkeep_at: float = 0.0
 
     def supervise(self) -> bool:
         """Run until everything is done; False when drained before the end.
@@ -105,6 +108,7 @@ class Supervisor:
         if progress.rollout_is_done(self.run):  # nothing is left to do: start nobody
             return True
         while not self.drain.requested:
+            self._upkeep()
             for child in self.children:
                 self._tend_child(child)
             if all(child.is_done for child in self.children):
@@ -113,6 +117,18 @@ class Supervisor:
             self.on_tick()
             self.drain.wait(TICK_S)
         return False
+
+    def _upkeep(self) -> None:
+        """Take back what expired sessions held, and kill children that live on without their session (hung, stopped)."""
+        if time.monotonic() - self._upkeep_at < UPKEEP_S:
+            return
+        self._upkeep_at = time.monotonic()
+        rescue.rescue_expired(self.run)
+        lost = rescue.pids_of_lost_sessions(self.run)
+        for child in self.children:
+            if child.process is not None and child.process.pid in lost:
+                log.warning("the %s worker lost its session and is killed", child.kind)
+                child.process.kill()
 
     def _tend_child(self, child: Child) -> None:
         if child.is_done:
@@ -126,10 +142,21 @@ class Supervisor:
             return
         child.process = None
         rescue.declare_dead_processes_lost(self.run)
-        if code == 0:
+        if code == 0 and self._is_done(child.kind):
             child.is_done = True
-            return
-        self._after_death(child, code)
+        else:  # also a worker that someone else told to drain
+            self._after_death(child, code)
+
+    def _is_done(self, kind: str) -> bool:
+        now = progress.standing(self.run)
+        total = self.run.config.total_steps
+        match kind:
+            case "assemble":
+                return now.planned >= total
+            case "train":
+                return now.position >= total
+            case _:
+                return progress.rollout_is_done(self.run)
 
     def _start(self, child: Child) -> None:
         child.attempt = self._next_attempt(child.kind)
@@ -159,8 +186,8 @@ class Supervisor:
         if code in FINAL_EXIT_CODES:
             raise WorkerFailedError(f"the {child.kind} worker ended the run: {_last_words(child.log_path)}")
         planned = progress.standing(self.run).planned
-        child.deaths_in_a_row = 1 if planned > self._seen_step else child.deaths_in_a_row + 1
-        self._seen_step = max(planned, self._seen_step)
+        child.deaths_in_a_row = 1 if planned > child.seen_step else child.deaths_in_a_row + 1
+        child.seen_step = planned
         if child.deaths_in_a_row > MAX_DEATHS_WITHOUT_PROGRESS:
             raise WorkerFailedError(
                 f"the {child.kind} worker died {child.deaths_in_a_row} times while the run got nowhere; "
@@ -228,7 +255,10 @@ def resume(root: Path, *, as_json: bool) -> int:
     run = open_run(root)
     drain = Drain()
     drain.on_signals()
+    started = time.monotonic()
     prepare_if_quickstart(run)
+    inputs.require(run)
+    tally.count_resume(run, prepared_s=time.monotonic() - started)
     with report.progress_display(run, as_json=as_json) as display:
         is_done = Supervisor(run, drain, on_tick=display.update).supervise()
     if not is_done:

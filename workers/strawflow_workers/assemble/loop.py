@@ -11,8 +11,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from strawflow.errors import WorkerFailedError
-from strawflow.flow import assemble
+from strawflow.errors import ConflictError, WorkerFailedError
+from strawflow.flow import assemble, rescue
 from strawflow.flow.assemble import Lineage
 from strawflow.flow.session import WorkerSession
 from strawflow.index.consumers import Assignment, Role
@@ -34,6 +34,7 @@ class AssemblerLoop:
         self._config = session.run.config
         self._version_steps: dict[str, int] = {}
         self._dropped_in_a_row = 0
+        self._read: dict[tuple[int, int], Group] = {}
 
     def run(self) -> None:
         """Work until done.
@@ -55,6 +56,7 @@ class AssemblerLoop:
     def _wait_for(self, attempt: Callable[[], Role | None]) -> Role | None:
         while not self._drain.requested:
             self._session.mark_progress()
+            rescue.rescue_expired(self._session.run)  # the holder may be gone without anyone to say so
             if (found := attempt()) is not None:
                 return found
             self._drain.wait(0.2)
@@ -81,8 +83,13 @@ class AssemblerLoop:
             version_steps=self._version_steps,
             config=self._config,
         )
-        batch = assemble.plan_batch(self._session, role, plan)
+        try:
+            batch = assemble.plan_batch(self._session, role, plan)
+        except ConflictError as error:  # a resume killed weights meanwhile: judge the groups again
+            log.warning("step %d is built again: %s", step, error)
+            return False
         self._dropped_in_a_row = 0
+        self._read.clear()
         log.info(
             "planned step %d: %d sequences, %d tokens, mean reward %s",
             step,
@@ -93,8 +100,7 @@ class AssemblerLoop:
         return True
 
     def _ready_groups(self, role: Role, step: int, units: list[Unit]) -> list[Group]:
-        trajectories = assemble.read_trajectories(self._session, units)
-        groups = [Group(unit, trajectories[unit.unit_id].to_pylist()) for unit in units]
+        groups = self._read_groups(units)
         lineage = assemble.lineage(self._session)
         stale: list[int] = []
         off_line: list[int] = []
@@ -109,6 +115,14 @@ class AssemblerLoop:
             if unit_ids:
                 assemble.requeue(self._session, role, unit_ids, reason=reason)
         return self._without_unusable(role, ready)
+
+    def _read_groups(self, units: list[Unit]) -> list[Group]:
+        """Return the groups' rows; those read before (while they waited for others) are not read again."""
+        new = [u for u in units if (u.unit_id, u.fence) not in self._read]
+        for unit_id, rows in assemble.read_trajectories(self._session, new).items():
+            unit = next(u for u in new if u.unit_id == unit_id)
+            self._read[unit_id, unit.fence] = Group(unit, rows.to_pylist())
+        return [self._read[u.unit_id, u.fence] for u in units]
 
     def _judge(self, group: Group, step: int, lineage: Lineage) -> str:
         versions = {v for row in group.rows for v in row["weight_versions"]}

@@ -115,6 +115,7 @@ def build_batch(
             for g in groups
         ],
         mean_reward=_mean_reward(groups),
+        version_ids=frozenset(v for g in groups for row in g.rows for v in row["weight_versions"]),
         max_staleness=max(
             (_staleness(row, version_steps, step) for g in groups for row in g.rows), default=0
         ),

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from strawflow.config import RunConfig
-from strawflow.flow.run import create_run, write_durably
+from strawflow.flow.run import create_run
 from strawflow_workers.quickstart.prepare import QUICKSTART_FILE, Quickstart
 from strawflow_workers.quickstart.task import task_named
 from strawflow_workers.supervisor import resume
@@ -31,8 +31,8 @@ def quickstart(arguments: argparse.Namespace) -> int:
     root = arguments.run or DEFAULT_RUN
     settings = Quickstart(task=arguments.task, seed=arguments.seed)
     config = quickstart_config(settings, steps=arguments.steps, threads=arguments.threads)
-    run = create_run(root, config, fresh=arguments.fresh)
-    write_durably(run.root / QUICKSTART_FILE, (json.dumps(settings.__dict__) + "\n").encode())
+    asked = (json.dumps(settings.__dict__) + "\n").encode()
+    run = create_run(root, config, fresh=arguments.fresh, files={QUICKSTART_FILE: asked})
     if not arguments.json:
         print(f"run {run.root}: task {settings.task}, seed {settings.seed}", file=sys.stderr)
     run.close()

@@ -134,6 +134,7 @@ class ServedEngine:
             EngineError: it did not start, or serves something else.
         """
         folder = self._session.run.root / version.path
+        await self._tell(version.version_id, url="", build="starting")  # keeps its files from being removed
         self._process = make_process(self._session, model_path=folder, version_id=version.version_id)
         self._process.start()
         await asyncio.to_thread(self._process.wait_ready)
@@ -150,6 +151,7 @@ class ServedEngine:
         """
         folder = self._session.run.root / version.path
         self.serving = None
+        await self._tell(version.version_id)
         await self.client.update_weights_from_disk(folder, version.version_id)
         await self._report(await self.client.weight_version(), version)
 
@@ -166,14 +168,17 @@ class ServedEngine:
                 "it is stopped and started again",
                 engine_id=self.engine_id,
             )
-        assert self._process is not None
+        await self._tell(reported)
+        self.serving, self.serving_step = reported, expected.step
+        log.info("the engine serves %s", reported)
+
+    async def _tell(self, version_id: str, *, url: str | None = None, build: str | None = None) -> None:
+        """Store in the index what the engine serves or is about to load."""
         await asyncio.to_thread(
             engines.report,
             self._session,
             engine_id=self.engine_id,
-            url=self._process.url,
-            build=self.build,
-            version_id=reported,
+            url=self._process.url if url is None and self._process is not None else url or "",
+            build=self.build if build is None else build,
+            version_id=version_id,
         )
-        self.serving, self.serving_step = reported, expected.step
-        log.info("the engine serves %s", reported)

@@ -87,6 +87,10 @@ class UnitGenerator:
     ) -> Member:
         if isinstance(generation, EngineResponseError):
             return failed_member(number, f"engine: {generation.message}")
+        if (served := set(generation.weight_versions)) - {self._engine.serving}:
+            return failed_member(
+                number, f"engine: sampled from {sorted(served)}, asked of {self._engine.serving}"
+            )
         if generation.finish_reason == "abort":
             return failed_member(number, "engine: the request was aborted")
         text = self._tokenizer.decode(generation.output_ids)

@@ -4,7 +4,8 @@
 2. Units are claimed only while the engine serves weights fresh enough for the next batch to be planned; a newer version is
    loaded once nothing is in flight.
 3. Finished units of one moment are completed together: one append, one sync, one transaction.
-4. An engine that died takes its units' attempts with it, not the worker's other work: the worker ends and is restarted.
+4. An engine that died or goes on refusing ends the worker; what it held is rescued with its attempts refunded. A unit
+   that fails while the engine lives has used an attempt.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from strawflow.errors import EngineError
+from strawflow.errors import ConfigError, EngineError, StorageError, WorkerFailedError
 from strawflow.flow import admit, claim, complete, progress, publish_weights, rescue
 from strawflow.flow.claim import Grant, PromptShelf
 from strawflow.flow.session import WorkerSession
@@ -40,6 +41,8 @@ UPKEEP_S = 1.0
 EVAL_UNITS_FACTOR = 8
 """Evaluation groups are small: this many times the usual number may be in flight."""
 DEMONSTRATIONS_AT_ONCE = 256
+MAX_ENGINE_FAILURES = 8
+"""Refused requests in a row after which an engine that fails its health check is ended."""
 
 T = TypeVar("T")
 
@@ -56,6 +59,9 @@ class RolloutLoop:
         self._in_flight: dict[asyncio.Task[UnitResult], Grant] = {}
         self._finished: list[UnitResult] = []
         self._upkeep_at = 0.0
+        self._demonstrations_left = self._config.warm_start.steps > 0
+        self._failures_in_a_row = 0
+        self._claims_from = 0.0
 
     async def run(self) -> None:
         """Work until done.
@@ -129,20 +135,47 @@ class RolloutLoop:
     async def _settle(self, task: asyncio.Task[UnitResult], grant: Grant) -> None:
         error = task.exception()
         if error is None:
+            self._failures_in_a_row = 0
             self._finished.append(task.result())
-        elif isinstance(error, EngineUnavailableError) and self._engine.alive():
-            log.warning("unit %d: %s", grant.unit_id, error)
-            await self._blocking(
-                lambda: complete.fail(self._session, grant.unit_id, fence=grant.fence, error=str(error))
-            )
-        else:
+            return
+        beyond_this_unit = not isinstance(error, Exception) or isinstance(
+            error, ConfigError | WorkerFailedError
+        )
+        if beyond_this_unit or not self._engine.alive():
             raise error
+        assert isinstance(error, Exception)
+        if isinstance(error, EngineUnavailableError):
+            await self._back_off(error)
+        # Whatever else went wrong is this unit's own (a prompt the template refuses, say): its attempt failed.
+        log.warning("unit %d: %s: %s", grant.unit_id, type(error).__name__, error)
+        await self._fail(grant, error)
+
+    async def _fail(self, grant: Grant, error: Exception) -> None:
+        text = f"{type(error).__name__}: {error}"
+        await self._blocking(
+            lambda: complete.fail(self._session, grant.unit_id, fence=grant.fence, error=text)
+        )
+
+    async def _back_off(self, error: EngineUnavailableError) -> None:
+        """Claim nothing for a while; an engine that goes on refusing is ended, which refunds what it holds."""
+        self._failures_in_a_row += 1
+        if self._failures_in_a_row >= MAX_ENGINE_FAILURES and not await self._engine.client.health():
+            raise EngineError(f"the engine refused {self._failures_in_a_row} requests in a row: {error}")
+        self._claims_from = time.monotonic() + min(0.1 * 2**self._failures_in_a_row, 5.0)
 
     async def _complete(self, results: list[UnitResult]) -> None:
         submission_id = new_id("complete")
-        receipt = await self._blocking(
-            lambda: complete.complete(self._session, results, submission_id=submission_id)
-        )
+
+        def submit() -> complete.Receipt:
+            return complete.complete(self._session, results, submission_id=submission_id)
+
+        try:
+            receipt = await self._blocking(submit)
+        except (
+            StorageError
+        ) as error:  # whether it was committed is unknown: the same id gets the same receipt
+            log.warning("completing is tried again: %s", error)
+            receipt = await self._blocking(submit)
         if receipt.lost:
             log.warning("leases of units %s had been taken over; their results are not taken", receipt.lost)
 
@@ -154,7 +187,7 @@ class RolloutLoop:
         purposes = ["eval", "train"] if fresh else ["eval"]
         room = self._config.rollout.units_in_flight * (EVAL_UNITS_FACTOR if standing.evaluating else 1)
         room -= len(self._in_flight)
-        if room <= 0 or self._engine.serving is None:
+        if room <= 0 or self._engine.serving is None or time.monotonic() < self._claims_from:
             return False
         grants = await self._claim(room, purposes)
         for grant in grants:
@@ -171,11 +204,17 @@ class RolloutLoop:
         )
 
     async def _answer_demonstrations(self) -> bool:
-        if not self._config.warm_start.steps:
+        if not self._demonstrations_left:
             return False
         grants = await self._claim(DEMONSTRATIONS_AT_ONCE, ["demo"])
-        if grants:
-            await self._complete([demonstration(grant, self._tokenizer) for grant in grants])
+        results = []
+        for grant in grants:
+            try:
+                results.append(demonstration(grant, self._tokenizer))
+            except Exception as error:  # the row's own fault: its attempt failed, the others go on
+                await self._fail(grant, error)
+        if results:
+            await self._complete(results)
         return bool(grants)
 
     async def _upkeep(self) -> None:
@@ -183,6 +222,9 @@ class RolloutLoop:
             self._upkeep_at = time.monotonic()
             await self._blocking(lambda: rescue.rescue_expired(self._run))
             await self._blocking(lambda: admit.admit_due(self._run))
+            if self._demonstrations_left:
+                planned = (await self._blocking(lambda: progress.standing(self._run))).planned
+                self._demonstrations_left = planned < self._config.warm_start.steps
 
     async def _give_back(self) -> None:
         """Drain: finish storing what is finished, release the rest unworked."""
@@ -194,6 +236,7 @@ class RolloutLoop:
     async def _first_version(self) -> WeightVersion | None:
         while not self._drain.requested:
             self._session.mark_progress()
+            await self._blocking(lambda: rescue.rescue_expired(self._run))
             version = await self._blocking(lambda: publish_weights.version_to_serve(self._run))
             if version is not None:
                 return version

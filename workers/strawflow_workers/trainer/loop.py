@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from strawflow import faults
 from strawflow.config import RunConfig
-from strawflow.flow import consume, publish_weights
+from strawflow.flow import consume, publish_weights, rescue
 from strawflow.flow.consume import Resumption
 from strawflow.flow.session import WorkerSession
 from strawflow.index.batches import Batch, MicroBatchPlace
@@ -141,6 +141,7 @@ class TrainerLoop:
     def _take_over(self) -> Resumption | None:
         while not self._drain.requested:
             self._session.mark_progress()
+            rescue.rescue_expired(self._run)  # the holder may be gone without anyone to say so
             if (found := consume.take_over(self._session)) is not None:
                 return found
             self._drain.wait(0.2)
@@ -163,7 +164,7 @@ class TrainerLoop:
             if step >= self._config.warm_start.steps:
                 # Until the warm start ends nobody samples: its weights need no files.
                 self._publish(trainer, resumption, step)
-                publish_weights.remove_unneeded_weights(self._run)
+                publish_weights.remove_unneeded_weights(self._session, resumption.role)
 
     def _next_batch(self, step: int) -> Batch | None:
         """Wait for the batch of a step; None when told to drain."""

@@ -28,12 +28,14 @@ class ReplayedStep:
     num_tokens: int
     loss: float | None
     recorded_loss: float | None
+    is_recorded: bool
     state_equal: bool | None
     """Whether all state equals the committed checkpoint's, bit for bit; None where there is none of this step."""
 
     @property
     def is_equal(self) -> bool:
-        return self.loss == self.recorded_loss and self.state_equal is not False
+        """Whether nothing that was recorded differs."""
+        return (not self.is_recorded or self.loss == self.recorded_loss) and self.state_equal is not False
 
 
 def replay(run: Run, *, from_step: int | None = None, to_step: int | None = None) -> Iterator[ReplayedStep]:
@@ -49,7 +51,10 @@ def replay(run: Run, *, from_step: int | None = None, to_step: int | None = None
     if not stored:
         raise NotFoundError(f"{run.root} holds no stored batch yet")
     first = from_step if from_step is not None else 1
-    last = to_step if to_step is not None else stored[-1]
+    # A batch may be planned and not trained yet: what was never recorded has nothing to be compared with.
+    last = to_step if to_step is not None else max(recorded, default=0)
+    if not recorded:
+        raise NotFoundError(f"{run.root} has trained no step yet")
     if first > last:
         raise InvalidInputError(f"--from-step {first} is after --to-step {last}")
     trainer = _start(run, first, checkpoints)
@@ -69,6 +74,7 @@ def replay(run: Run, *, from_step: int | None = None, to_step: int | None = None
             num_tokens=batch.num_tokens,
             loss=metrics["loss"],
             recorded_loss=recorded.get(step, {}).get("loss"),
+            is_recorded=step in recorded,
             state_equal=None if checkpoint is None else trainer.state_digest() == checkpoint.state_digest,
         )
 
@@ -108,7 +114,7 @@ def _line(step: ReplayedStep) -> str:
         return "      none" if loss is None else f"{loss:+.7f}"
 
     state = {True: "  state equal to the checkpoint", False: "  STATE DIFFERS", None: ""}[step.state_equal]
-    mark = "=" if step.loss == step.recorded_loss else "DIFFERS"
+    mark = "not recorded" if not step.is_recorded else "=" if step.loss == step.recorded_loss else "DIFFERS"
     return (
         f"step {step.step:4d} {step.objective:4s} {step.num_tokens:7d} tokens  loss {shown(step.loss)}  "
         f"recorded {shown(step.recorded_loss)}  {mark}{state}"

@@ -1,0 +1,27 @@
+"""What a run needs before its workers can do anything: missing input is refused at the start, not waited for."""
+
+from __future__ import annotations
+
+from strawflow.errors import ConfigError
+from strawflow.flow.admit import DEMONSTRATIONS, PROMPTS
+from strawflow.flow.run import Run
+from strawflow.index import datasets
+
+
+def require(run: Run) -> None:
+    """Refuse a run whose datasets or model are missing.
+
+    Raises:
+        ConfigError: names what is missing and the command that brings it.
+    """
+    needed = [PROMPTS] + ([DEMONSTRATIONS] if run.config.warm_start.steps else [])
+    with run.index.read() as connection:
+        for dataset_id in needed:
+            if not datasets.segments_of(connection, dataset_id):
+                raise ConfigError(
+                    f"{run.root} has no {dataset_id} yet: `strawflow enqueue {run.root} FILE --dataset {dataset_id}`"
+                )
+    if not run.config.model.path or not (run.model_path / "config.json").exists():
+        raise ConfigError(
+            f"model.path must name a Hugging Face checkpoint folder; {run.model_path} has no config.json"
+        )
