@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 
@@ -54,6 +55,22 @@ def test_ctrl_c_drains_every_worker_and_resume_goes_on(tmp_path: Path) -> None:
         assert not [u for u in units.listed(connection, run.branch) if u.state is UnitState.LEASED]
     run.close()
     supervised.start()
+    supervised.finish(seconds=120)
+    check_finished(root, {})
+
+
+def test_workers_told_to_end_or_stopped_by_others_are_replaced(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    make_run(root, engine="fake", steps=8, seed=7, engine_options={"delay-s": "0.1"}).close()
+    supervised = SupervisedRun(root)
+    supervised.start()
+    wait_until(lambda: num_planned(root) >= 4, seconds=90, what="the fourth step")
+    (rollout,) = [pid for pid, kind in processes_of(root).items() if kind == "rollout"]
+    os.kill(rollout, signal.SIGTERM)  # drains and exits with code 0 before its work is done
+    wait_until(lambda: "rollout" in processes_of(root).values(), seconds=30, what="another rollout worker")
+    (trainer,) = [pid for pid, kind in processes_of(root).items() if kind == "train"]
+    os.kill(trainer, signal.SIGSTOP)  # a zombie: alive, and silent past its lease of 6 s
+    wait_until(lambda: trainer not in processes_of(root), seconds=40, what="the stopped trainer to be killed")
     supervised.finish(seconds=120)
     check_finished(root, {})
 

@@ -20,7 +20,7 @@ from strawflow.flow.consume import Resumption
 from strawflow.flow.enqueue import EnqueueRequest, enqueue
 from strawflow.flow.run import Run, create_run
 from strawflow.flow.session import WorkerSession
-from strawflow.index import units
+from strawflow.index import datasets, units
 from strawflow.prompts.row import PromptKeys
 from strawflow.prompts.source import PromptSource
 from strawflow.states import UnitState
@@ -195,6 +195,28 @@ def test_an_engine_error_costs_an_attempt_and_the_unit_is_tried_again(make_run: 
     rows = run_until(run, NUM_UNITS)
     assert {row["status"] for row in rows} <= {"finished", "truncated"}
     assert max(u.attempts for u in completed(run)) > 1
+
+
+def test_a_prompt_that_the_template_refuses_fails_alone_and_the_others_go_on(
+    make_run: Callable[..., Run], tmp_path: Path
+) -> None:
+    run = make_run()
+    path = tmp_path / "poison.jsonl"  # the model has no chat template
+    path.write_text(json.dumps({"prompt": [{"role": "user", "content": "hi"}]}) + "\n")
+    with WorkerSession(run, "enqueue") as session:
+        source = PromptSource.parse(str(path))
+        enqueue(session, EnqueueRequest(admit.PROMPTS, "train", source, PromptKeys("prompt")))
+        with run.index.begin() as connection:
+            segment = datasets.segments_of(connection, admit.PROMPTS)[-1]
+            poison = units.NewUnit("train", "train", segment.segment_id, 0, 0, priority=5)
+            units.admit(connection, run.branch, [poison])
+    rows = run_until(run, NUM_UNITS)
+    assert len(rows) == NUM_UNITS * NUM_SAMPLES
+    with run.index.read() as connection:
+        (failed,) = units.listed(connection, run.branch, state=UnitState.FAILED)
+    assert failed.segment_id == segment.segment_id
+    assert failed.attempts == run.config.rollout.max_attempts
+    assert "chat_template" in str(failed.last_error)
 
 
 def test_units_in_flight_are_released_when_the_worker_drains(make_run: Callable[..., Run]) -> None:

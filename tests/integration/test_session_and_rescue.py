@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pyarrow.ipc as ipc
 import pytest
+import sqlalchemy as sa
 
 from strawflow.config import RunConfig
 from strawflow.errors import LeaseLostError
@@ -20,7 +21,7 @@ from strawflow.flow.enqueue import EnqueueRequest, enqueue
 from strawflow.flow.run import Run, create_run, open_run
 from strawflow.flow.session import WorkerSession
 from strawflow.flow.trajectory import Member, UnitResult
-from strawflow.index import packs, units
+from strawflow.index import packs, tables, units
 from strawflow.packs.reader import PackReader
 from strawflow.prompts.row import PromptKeys
 from strawflow.prompts.source import PromptSource
@@ -208,6 +209,35 @@ def test_the_pack_of_a_killed_worker_is_sealed_under_a_new_name_with_equal_rows(
     assert not (run.root / before.path).exists()
     assert PackReader(run.root).read(after).equals(rows)
     assert ipc.open_file(run.root / after.path).read_all().num_rows == rows.num_rows
+
+
+def test_a_session_declared_lost_is_granted_nothing_more(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", ttl_s=600.0)
+    session = WorkerSession(run, "rollout")
+    rescue.declare_lost(run, session.session_id, reason="taken for dead")
+    with pytest.raises(LeaseLostError, match="no longer live"):
+        claim.claim(session, claim.PromptShelf(session), limit=4, serving_version_id=VERSION)
+    session._stop.set()
+    with run.index.read() as connection:
+        assert units.count_by_state(connection, run.branch) == {("train", "ready"): 8}
+
+
+def test_a_heartbeat_that_comes_in_time_saves_a_session_that_was_seen_expired(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", ttl_s=600.0)
+    with WorkerSession(run, "rollout") as session:
+        assert not rescue.declare_lost(run, session.session_id, reason="expired", if_expired_for_s=0.0)
+        session.require_live()
+
+
+def test_a_reused_pid_does_not_keep_a_dead_session_alive(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", ttl_s=600.0)
+    session = WorkerSession(run, "rollout")
+    claim.claim(session, claim.PromptShelf(session), limit=4, serving_version_id=VERSION)
+    session._stop.set()
+    assert rescue.declare_dead_processes_lost(run) == 0
+    with run.index.begin() as connection:  # as if this pid had belonged to an earlier process
+        connection.execute(sa.update(tables.sessions).values(process_started=1))
+    assert rescue.declare_dead_processes_lost(run) == 4
 
 
 def test_a_run_opens_again_with_everything_it_held(tmp_path: Path) -> None:
