@@ -1,7 +1,7 @@
 """Names of things: typed identifiers and how they are written.
 
 1. Ids made here are unique without coordination and safe as file names.
-2. A record id is the identity of a stored row for ever; an extent is only where the row lies now.
+2. A stored row is known for ever by (unit, fence, seq, member, segment); an extent is only where it lies now.
 """
 
 from __future__ import annotations
@@ -13,20 +13,6 @@ from dataclasses import dataclass
 def new_id(prefix: str) -> str:
     """Return `prefix-` and 64 random bits in hexadecimal."""
     return f"{prefix}-{secrets.token_hex(8)}"
-
-
-@dataclass(frozen=True, order=True)
-class RecordId:
-    """Identity of one stored row: a segment of one member of one execution of a unit."""
-
-    unit_id: int
-    fence: int
-    seq: int
-    member: int
-    segment: int = 0
-
-    def __str__(self) -> str:
-        return f"{self.unit_id}.{self.fence}.{self.seq}.{self.member}.{self.segment}"
 
 
 @dataclass(frozen=True)

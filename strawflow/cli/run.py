@@ -133,7 +133,7 @@ def _standing(root: Path) -> dict[str, Any]:
     """Return a run's line in the list; a run that cannot be opened is shown with the reason, not left out."""
     from strawflow.errors import StrawflowError
     from strawflow.flow.run import open_run
-    from strawflow.flow.status import standing
+    from strawflow.flow.status import progress_of
 
     row: dict[str, Any] = {"name": root.name, "root": str(root)}
     try:
@@ -142,7 +142,7 @@ def _standing(root: Path) -> dict[str, Any]:
         empty = dict.fromkeys(("stage", "position", "trained", "planned", "total", "live_sessions"))
         return {**row, **empty, "problem": str(error)}
     try:
-        progress, live = standing(run)
+        progress, live = progress_of(run)
     finally:
         run.close()
     return {

@@ -14,7 +14,7 @@ from types import TracebackType
 
 from strawflow import clock
 from strawflow.clock import TrustedUntil
-from strawflow.errors import LeaseLostError, StorageError
+from strawflow.errors import CommitUnknownError, LeaseLostError, StorageError
 from strawflow.flow.run import Run
 from strawflow.ids import new_id
 from strawflow.index import packs, sessions, weights
@@ -101,7 +101,10 @@ class WorkerSession:
                 log.error("session %s was declared lost", self.session_id)
                 self._lost.set()
                 return
-            except StorageError as error:  # the next beat tries again; trust runs out meanwhile
+            except (
+                StorageError,
+                CommitUnknownError,
+            ) as error:  # the next beat tries again; trust runs out meanwhile
                 log.warning("heartbeat failed: %s", error)
                 continue
             self._trusted = self._trust_from(requested_at)

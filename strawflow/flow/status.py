@@ -135,7 +135,7 @@ def snapshot(run: Run, *, num_events: int = 8, num_failed: int = 5) -> RunStatus
         )
 
 
-def standing(run: Run) -> tuple[Progress, int]:
+def progress_of(run: Run) -> tuple[Progress, int]:
     """Return where a run stands and how many workers live: the line of a list of runs."""
     with run.index.read() as connection:
         consumer = consumers.find(connection, run.branch, run.consumer)

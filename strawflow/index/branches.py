@@ -11,8 +11,3 @@ from strawflow.index import tables as t
 
 def create(connection: Connection, branch_id: str) -> None:
     connection.execute(sa.insert(t.branches).values(branch_id=branch_id, created_at=clock.wall_time()))
-
-
-def listed(connection: Connection) -> list[str]:
-    rows = connection.execute(sa.select(t.branches.c.branch_id).order_by(t.branches.c.created_at))
-    return [row.branch_id for row in rows]

@@ -21,7 +21,7 @@ from sqlalchemy.engine import Engine, make_url
 from sqlalchemy.exc import DBAPIError
 
 from strawflow import clock
-from strawflow.errors import IncompatibleFormatError, NotFoundError, StorageError
+from strawflow.errors import CommitUnknownError, IncompatibleFormatError, NotFoundError, StorageError
 from strawflow.index import tables as t
 
 REVISION = "0001"
@@ -46,11 +46,18 @@ class Index:
         """Open a write transaction; commits on a clean exit, rolls back on any exception.
 
         Raises:
-            StorageError: the database could not be reached, stayed locked, or ended the connection. The outcome of a
-                commit is then unknown: repeat it with the same submission id, or read back.
+            StorageError: the database could not be reached, stayed locked, or ended the connection; nothing changed.
+            CommitUnknownError: the commit itself was not answered: repeat with the same submission id, or read back.
         """
-        with self._told_as_storage_error(), self._engine.begin() as connection:
-            yield connection
+        is_committing = False
+        try:
+            with self._told_as_storage_error(), self._engine.begin() as connection:
+                yield connection
+                is_committing = True
+        except StorageError as error:
+            if is_committing:
+                raise CommitUnknownError(error.message, **error.facts) from error
+            raise
 
     @contextmanager
     def read(self) -> Iterator[Connection]:

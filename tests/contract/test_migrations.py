@@ -10,7 +10,7 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 
-from strawflow.errors import IncompatibleFormatError, NotFoundError
+from strawflow.errors import CommitUnknownError, IncompatibleFormatError, NotFoundError, StorageError
 from strawflow.index import migrate
 from strawflow.index.engine import REVISION, Index
 from strawflow.index.tables import metadata
@@ -61,3 +61,23 @@ def test_a_missing_and_a_foreign_index_are_refused_with_what_to_do(index: Index)
 
 def test_the_program_works_with_the_newest_revision() -> None:
     assert ScriptDirectory.from_config(migrate.alembic_config()).get_current_head() == REVISION
+
+
+def test_a_commit_without_an_answer_is_told_from_a_statement_that_failed(
+    index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    migrate.upgrade(index)
+    lost = sa.exc.OperationalError("COMMIT", {}, Exception("connection lost"))
+
+    def commit_and_lose_the_reply(connection: sa.Connection) -> None:
+        raise lost
+
+    def failing() -> None:
+        with index.begin():
+            raise lost
+
+    with pytest.raises(StorageError, match="connection lost"):
+        failing()
+    monkeypatch.setattr(index._engine.dialect, "do_commit", commit_and_lose_the_reply)
+    with pytest.raises(CommitUnknownError, match="connection lost"), index.begin() as connection:
+        connection.execute(sa.text("SELECT 1"))

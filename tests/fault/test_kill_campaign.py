@@ -88,6 +88,17 @@ def test_a_second_supervisor_is_refused_and_the_first_goes_on(tmp_path: Path) ->
     check_finished(root, {})
 
 
+@pytest.mark.long
+def test_sixty_kills_over_two_hundred_steps_lose_and_repeat_nothing(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    make_run(root, engine="fake", steps=200, seed=8, engine_options={"delay-s": "0.05"}).close()
+    supervised = SupervisedRun(root)
+    digests = campaign(supervised, PARTS * 12, seed=8, gap_s=(0.2, 6.0), seconds=900)
+    assert sum(supervised.num_kills.values()) == 60
+    supervised.finish(seconds=600)
+    check_finished(root, digests)
+
+
 @pytest.mark.parametrize(
     "point",
     [

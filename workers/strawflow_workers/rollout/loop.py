@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from strawflow.errors import ConfigError, EngineError, StorageError, WorkerFailedError
+from strawflow.errors import CommitUnknownError, ConfigError, EngineError, WorkerFailedError
 from strawflow.flow import admit, claim, complete, progress, publish_weights, rescue
 from strawflow.flow.claim import Grant, PromptShelf
 from strawflow.flow.session import WorkerSession
@@ -171,9 +171,7 @@ class RolloutLoop:
 
         try:
             receipt = await self._blocking(submit)
-        except (
-            StorageError
-        ) as error:  # whether it was committed is unknown: the same id gets the same receipt
+        except CommitUnknownError as error:  # the same id gets the same receipt, committed before or not
             log.warning("completing is tried again: %s", error)
             receipt = await self._blocking(submit)
         if receipt.lost:
