@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from strawflow.flow.run import Run
 from strawflow.flow.session import WorkerSession
 from strawflow.index import sessions, weights
+from strawflow.index.weights import Engine
 
 
 def report(session: WorkerSession, *, engine_id: str, url: str, build: str, version_id: str | None) -> None:
@@ -22,3 +24,9 @@ def report(session: WorkerSession, *, engine_id: str, url: str, build: str, vers
             build=build,
             version_id=version_id,
         )
+
+
+def listed(run: Run) -> list[Engine]:
+    """Return the engines of live workers and what each reported to serve."""
+    with run.index.read() as connection:
+        return weights.engines_listed(connection)

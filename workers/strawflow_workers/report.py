@@ -17,7 +17,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from strawflow.flow import evaluation, history, tally
+from strawflow.flow import engines, evaluation, history, tally
 from strawflow.flow.progress import standing
 from strawflow.flow.run import Run, write_durably
 
@@ -63,7 +63,8 @@ class ProgressDisplay:
         table.add_row("steps", bar)
         table.add_row("reward", f"{_shown(now['reward'])}  {sparkline(now['rewards'])}")
         table.add_row("loss", _shown(now["loss"]))
-        table.add_row("weights", f"step {now['planned']} planned, checkpoint at {now['position']}")
+        table.add_row("stored", f"batches up to step {now['planned']}, checkpoint of step {now['position']}")
+        table.add_row("engine", now["engines"])
         table.add_row("time", f"{time.monotonic() - self._started:.0f} s, {now['restarts']:.0f} restarts")
         return table
 
@@ -83,6 +84,8 @@ class ProgressDisplay:
             "reward": rl[-1]["mean_reward"] if rl else None,
             "rewards": [s["mean_reward"] for s in rl],
             "loss": steps[-1]["loss"] if steps else None,
+            "engines": ", ".join(f"{e.build}, weights {e.version_id}" for e in engines.listed(self._run))
+            or "-",
             "restarts": tally.read(self._run)["restarts"],
         }
 
