@@ -23,7 +23,7 @@ test: lint ## the gate: lint and all tests but the long ones (ARGS="-k name" for
 	$(BIN)/python -m pytest $(ARGS)
 
 test-long: setup ## soak, kill campaigns and large payloads
-	$(BIN)/python -m pytest -m long --timeout 7200 $(ARGS)
+	$(BIN)/python -m pytest -m long --timeout 7200 -o faulthandler_timeout=0 $(ARGS)
 
 bench: setup ## measure throughput and latency
 	@set -e; for each in bench/*.py; do echo "== $$each"; $(BIN)/python $$each $(ARGS); done

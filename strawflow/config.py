@@ -229,6 +229,20 @@ def load_config(
     return _validated(tree, where=str(toml_path) if toml_path else "the given flags")
 
 
+def with_found_model(config: RunConfig) -> RunConfig:
+    """Return the configuration with model.path made absolute, from the working directory.
+
+    Raises:
+        ConfigError: the folder holds no Hugging Face checkpoint.
+    """
+    if not config.model.path:
+        return config
+    path = Path(config.model.path).absolute()
+    if not (path / "config.json").exists():
+        raise ConfigError(f"model.path: {path} is no Hugging Face checkpoint folder: it has no config.json")
+    return config.model_copy(update={"model": ModelSection(path=str(path))})
+
+
 def _refuse_misspelt(variable: str, known: Mapping[str, str]) -> None:
     """Raise ConfigError for a variable that names a section of ours and no field of it."""
     section = variable.removeprefix(ENV_PREFIX).split("_")[0].lower()

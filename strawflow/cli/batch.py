@@ -55,7 +55,7 @@ def list_batches(
                 b.num_tokens,
                 b.mean_reward,
                 b.max_staleness,
-                b.planned_at,
+                output.clock_time(b.planned_at),
                 b.digest[:12],
             )
             for b in listed

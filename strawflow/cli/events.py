@@ -31,7 +31,7 @@ def events(
         [
             (
                 r["event_id"],
-                r["at"],
+                output.clock_time(r["at"]),
                 r["name"],
                 r["session_id"],
                 r["unit_id"],

@@ -43,6 +43,11 @@ def plain(value: Any) -> Any:
     return value
 
 
+def clock_time(at: str) -> str:
+    """Return the time of day (UTC) of a stored wall time: tables are narrow, --json has it whole."""
+    return at[11:19]
+
+
 def print_json(value: Any, *, one_line: bool = False) -> None:
     print(json.dumps(plain(value), indent=None if one_line else 2, ensure_ascii=False), flush=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -61,7 +62,7 @@ def create(
 ) -> None:
     """Create a run: its folder, its index, its configuration. Takes every field as --section.field VALUE."""
     from strawflow.cli import output
-    from strawflow.config import load_config
+    from strawflow.config import load_config, with_found_model
     from strawflow.errors import InvalidInputError
     from strawflow.flow.run import create_run
 
@@ -84,7 +85,7 @@ def create(
         return
     if run is None:
         raise InvalidInputError("name the run to create: strawflow run create RUN")
-    resolved = load_config(config, flags=ctx.meta[_FLAGS], environ=os.environ)
+    resolved = with_found_model(load_config(config, flags=ctx.meta[_FLAGS], environ=os.environ))
     made = create_run(run_folder(run), resolved, fresh=fresh)
     steps = next_steps(run, resolved)
     if as_json:
@@ -137,14 +138,11 @@ def _standing(root: Path) -> dict[str, Any]:
 
     row: dict[str, Any] = {"name": root.name, "root": str(root)}
     try:
-        run = open_run(root)
+        with closing(open_run(root)) as run:
+            progress, live = progress_of(run)
     except StrawflowError as error:
         empty = dict.fromkeys(("stage", "position", "trained", "planned", "total", "live_sessions"))
         return {**row, **empty, "problem": str(error)}
-    try:
-        progress, live = progress_of(run)
-    finally:
-        run.close()
     return {
         **row,
         "stage": progress.stage,

@@ -174,7 +174,9 @@ def _failed(s: RunStatus) -> Any:
 def _events(s: RunStatus) -> Any:
     import json
 
-    from strawflow.cli.output import clipped, table
+    from strawflow.cli.output import clipped, clock_time, table
 
-    rows = [(e["at"], e["name"], e["unit_id"], clipped(json.dumps(e["facts"]), 90)) for e in s.events]
+    rows = [
+        (clock_time(e["at"]), e["name"], e["unit_id"], clipped(json.dumps(e["facts"]), 90)) for e in s.events
+    ]
     return rows and table(("last events", "event", "unit", "facts"), rows)

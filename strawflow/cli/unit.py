@@ -17,12 +17,15 @@ app = typer.Typer(
 )
 
 StateName = Literal["ready", "leased", "completed", "failed"]
+PurposeName = Literal["train", "demo", "eval"]
 
 
 @app.command("list")
 def list_units(
     run: RunArgument,
     state: Annotated[StateName | None, typer.Option(help="Only units in this state.")] = None,
+    purpose: Annotated[PurposeName | None, typer.Option(help="Only units of this purpose.")] = None,
+    last: Annotated[bool, typer.Option("--last", help="The newest first, not the oldest.")] = False,
     limit: Annotated[int, typer.Option(min=1, help="How many at most, in order of admission.")] = 100,
     as_json: JsonFlag = False,
 ) -> None:
@@ -33,7 +36,9 @@ def list_units(
 
     with opened(run) as found, found.index.read() as connection:
         wanted = None if state is None else UnitState(state)
-        listed = units.listed(connection, found.branch, state=wanted, limit=limit)
+        listed = units.listed(
+            connection, found.branch, state=wanted, purpose=purpose, newest_first=last, limit=limit
+        )
     if as_json:
         output.print_json(listed)
         return
@@ -68,7 +73,7 @@ def list_units(
         empty="no such units",
     )
     if len(listed) == limit:
-        print(f"the first {limit}; --limit shows more")
+        print(f"the {'last' if last else 'first'} {limit}; --limit shows more")
 
 
 @app.command()

@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from strawflow.errors import CorruptPackError, IncompatibleFormatError, StorageError
+from strawflow.errors import CorruptCheckpointError, CorruptPackError, IncompatibleFormatError, StorageError
 from strawflow.flow.run import Run
 from strawflow.index import audit, checkpoints, packs, weights
 from strawflow.index.packs import Pack
 from strawflow.packs.reader import PackReader
 from strawflow.states import PackState
+from strawflow.weights.verify import verify_checkpoint, verify_weights
 
 
 @dataclass(frozen=True)
@@ -71,11 +72,20 @@ def _check_rows(run: Run, report: CheckReport) -> None:
         newest_weights = weights.newest(connection, run.branch)
     report.findings += [Finding(name, *answer) for name, answers in questions.items() for answer in answers]
     # Only the newest must be there: older weights are removed as they fall out of use.
-    for named in (newest_checkpoint, newest_weights):
-        if named is not None and not (run.root / named.path).is_dir():
-            report.findings.append(
-                Finding("missing", named.path, "the index names this folder, it is not there")
-            )
+    if newest_checkpoint is not None:
+        path = newest_checkpoint.path
+        report.findings += _problem("checkpoint", path, lambda: verify_checkpoint(run.root / path))
+    if newest_weights is not None:
+        folder, digest = newest_weights.path, newest_weights.digest
+        report.findings += _problem("weights", folder, lambda: verify_weights(run.root / folder, digest))
+
+
+def _problem(kind: str, path: str, verify: Callable[[], object]) -> list[Finding]:
+    try:
+        verify()
+    except (CorruptCheckpointError, IncompatibleFormatError) as error:
+        return [Finding(kind, path, error.message)]
+    return []
 
 
 def _check_pack(run: Run, pack: Pack, report: CheckReport) -> Iterator[Finding]:

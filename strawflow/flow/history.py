@@ -30,10 +30,10 @@ def checkpoints(run: Run) -> list[Checkpoint]:
         return index_checkpoints.listed(connection, run.branch, run.consumer)
 
 
-def outcomes(run: Run) -> dict[tuple[str, str | None], int]:
-    """Return {(outcome, reason): number of units}."""
+def outcomes(run: Run) -> dict[tuple[str, str, str | None], int]:
+    """Return {(purpose, outcome, reason): number of units}."""
     with run.index.read() as connection:
-        return consumers.count_outcomes(connection, run.branch, run.consumer)
+        return consumers.count_outcomes_by_purpose(connection, run.branch, run.consumer)
 
 
 def tokens_generated(run: Run) -> int:

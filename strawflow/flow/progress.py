@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from strawflow.flow.run import Run
 from strawflow.index import consumers, units, weights
+from strawflow.states import UnitState
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,15 @@ def standing(run: Run) -> Standing:
         consumer = consumers.find(connection, run.branch, run.consumer)
         evaluating = units.num_unfinished(connection, run.branch, purpose="eval") > 0
     return Standing(consumer.planned, consumer.position, evaluating)
+
+
+def evaluation_progress(run: Run) -> tuple[int, int]:
+    """Return (evaluation units answered or given up, all admitted so far); counts every unit, so not for a hot path."""
+    with run.index.read() as connection:
+        counts = units.count_by_state(connection, run.branch)
+    of_eval = {state: number for (purpose, state), number in counts.items() if purpose == "eval"}
+    settled = of_eval.get(UnitState.COMPLETED, 0) + of_eval.get(UnitState.FAILED, 0)
+    return settled, sum(of_eval.values())
 
 
 def rollout_is_done(run: Run) -> bool:

@@ -26,6 +26,7 @@ from strawflow.packs.probe import durability_of
 MAIN_BRANCH = "main"
 TRAINER = "trainer"
 CONFIG_FILE = "config.json"
+INDEX_FILE = "index.sqlite"
 
 
 @dataclass(frozen=True)
@@ -95,14 +96,17 @@ def open_run(root: Path) -> Run:
     if not path.exists():
         raise NotFoundError(f"{root} is no run: it has no {CONFIG_FILE}; see `strawflow run list`")
     config = configuration.from_json(path.read_text(encoding="utf-8"), path=str(path))
-    index = Index(index_url(root, config), durability=config.run.durability)
+    url = index_url(root, config)
+    if not config.run.index_url and not (root / INDEX_FILE).exists():
+        raise NotFoundError(f"{root} has no {INDEX_FILE}: the run's index is lost; restore it from a copy")
+    index = Index(url, durability=config.run.durability)
     index.check_revision()
     index.expire_after_reboot()
     return Run(root, config, index)
 
 
 def index_url(root: Path, config: RunConfig) -> str:
-    return config.run.index_url or f"sqlite:///{root / 'index.sqlite'}"
+    return config.run.index_url or f"sqlite:///{root / INDEX_FILE}"
 
 
 def is_run(root: Path) -> bool:

@@ -275,6 +275,20 @@ def roles_listed(connection: Connection, branch_id: str) -> list[tuple[str, int,
     return [(row.role, row.fence, row.session_id) for row in rows]
 
 
+def count_outcomes_by_purpose(
+    connection: Connection, branch_id: str, consumer: str
+) -> dict[tuple[str, str, str | None], int]:
+    """Return {(purpose, outcome, reason): number of units}."""
+    a, u = t.assignments.c, t.units.c
+    rows = connection.execute(
+        sa.select(u.purpose, a.outcome, a.reason, sa.func.count())
+        .select_from(t.assignments.join(t.units, u.unit_id == a.unit_id))
+        .where(a.branch_id == branch_id, a.consumer == consumer)
+        .group_by(u.purpose, a.outcome, a.reason)
+    )
+    return {(purpose, outcome, reason): count for purpose, outcome, reason, count in rows}
+
+
 def num_dropped(connection: Connection, branch_id: str, consumer: str, *, purpose: str) -> int:
     """Return how many units of a purpose were dropped outside any batch: each is owed a replacement."""
     return int(

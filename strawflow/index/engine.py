@@ -21,7 +21,13 @@ from sqlalchemy.engine import Engine, make_url
 from sqlalchemy.exc import DBAPIError
 
 from strawflow import clock
-from strawflow.errors import CommitUnknownError, IncompatibleFormatError, NotFoundError, StorageError
+from strawflow.errors import (
+    CommitUnknownError,
+    CorruptPackError,
+    IncompatibleFormatError,
+    NotFoundError,
+    StorageError,
+)
 from strawflow.index import tables as t
 
 REVISION = "0001"
@@ -76,6 +82,10 @@ class Index:
         except DBAPIError as error:
             if isinstance(error, sa.exc.OperationalError) or error.connection_invalidated:
                 raise StorageError(f"the index did not answer: {error.orig}", url=self.shown_url) from error
+            if type(error) is sa.exc.DatabaseError:  # SQLite's word for a file that is damaged or no database
+                raise CorruptPackError(
+                    f"the index cannot be read: {error.orig}", url=self.shown_url
+                ) from error
             raise
 
     @property

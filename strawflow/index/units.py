@@ -331,12 +331,26 @@ def find(connection: Connection, unit_id: int) -> Unit:
 
 
 def listed(
-    connection: Connection, branch_id: str, *, state: UnitState | None = None, limit: int = 100
+    connection: Connection,
+    branch_id: str,
+    *,
+    state: UnitState | None = None,
+    purpose: str | None = None,
+    newest_first: bool = False,
+    limit: int = 100,
 ) -> list[Unit]:
+    """Return units in order of admission, or the newest first."""
     statement = sa.select(*COLUMNS).where(t.units.c.branch_id == branch_id)
     if state is not None:
         statement = statement.where(t.units.c.state == state)
-    return [to_unit(row) for row in connection.execute(statement.order_by(t.units.c.unit_id).limit(limit))]
+    if purpose is not None:
+        statement = statement.where(t.units.c.purpose == purpose)
+    return [
+        to_unit(row)
+        for row in connection.execute(
+            statement.order_by(t.units.c.unit_id.desc() if newest_first else t.units.c.unit_id).limit(limit)
+        )
+    ]
 
 
 def count_by_state(connection: Connection, branch_id: str) -> dict[tuple[str, str], int]:

@@ -192,7 +192,7 @@ def _parse(message: pa.Buffer, extent: Extent) -> pa.RecordBatch:
 def _corrupt(extent: Extent, what: str) -> CorruptPackError:
     return CorruptPackError(
         f"{extent.path}: the extent at byte {extent.offset}, {extent.length} bytes long, {what}; restore the file "
-        "from a copy, or have the extent quarantined",
+        "from a copy",
         extent_id=extent.extent_id,
         pack_id=extent.pack_id,
     )

@@ -13,7 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
+from safetensors.numpy import save_file
 
 from strawflow.config import RunConfig, load_config
 from strawflow.errors import ConflictError
@@ -35,6 +37,7 @@ from strawflow.index.units import Unit
 from strawflow.prompts.row import PromptKeys
 from strawflow.prompts.source import PromptSource
 from strawflow.records import BATCH, PLAN
+from strawflow.weights.verify import FORMAT, MANIFEST, WEIGHTS_FILE, describe_file, weights_digest
 
 KEYS = PromptKeys("prompt", "label", "metadata")
 
@@ -116,14 +119,20 @@ class SmallRun:
             self.roles["assemble"] = taken
         return self.roles["assemble"]
 
-    def publish(self, step: int, *, digest: str | None = None, admit_due: bool = True) -> str:
-        """Publish made-up weights of a step and, unless told not to, admit what they allow; returns their id."""
+    def publish(self, step: int, *, content: str | None = None, admit_due: bool = True) -> str:
+        """Publish made-up weights of a step and, unless told not to, admit what they allow; returns their id.
+
+        Equal `content` (default: the step) makes equal weights.
+        """
         role = self.trainer()
-        digest = digest or f"{step:032x}"
+        values = np.frombuffer((content or f"step {step}").encode(), np.uint8)
+        made = self.run.root / "made-up.safetensors"
+        save_file({"made_up": values}, made)
+        digest = weights_digest(made)
         version_id = publish_weights.version_name(self.run, role, step=step, digest=digest)
         folder = self.run.root / publish_weights.weights_path(version_id)
         folder.mkdir(parents=True)
-        write_durably(folder / "model.safetensors", digest.encode())
+        made.rename(folder / WEIGHTS_FILE)
         publish_weights.publish_weights(
             self.session("train"), role, step=step, version_id=version_id, digest=digest
         )
@@ -178,6 +187,8 @@ class SmallRun:
         folder = self.run.root / consume.checkpoint_path(role, step)
         folder.mkdir(parents=True)
         write_durably(folder / "state", str(step).encode())
+        manifest = {"format": FORMAT, "files": {"state": describe_file(folder / "state")}}
+        write_durably(folder / MANIFEST, json.dumps(manifest).encode())
         consume.commit_checkpoint(
             session, role, step=step, previous_step=step - 1, state_digest=f"{step:032x}"
         )

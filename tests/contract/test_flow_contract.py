@@ -594,7 +594,7 @@ def test_weights_after_the_checkpoint_die_with_the_trainer_and_equal_ones_supers
 ) -> None:
     small.sample()
     small.plan()
-    uncovered = small.publish(1, digest="d" * 32)
+    uncovered = small.publish(1, content="equal")
     lose(small, small.session("train"))
     del small.roles["train"], small.sessions["train"]
     small.trainer()
@@ -603,7 +603,7 @@ def test_weights_after_the_checkpoint_die_with_the_trainer_and_equal_ones_supers
         newest = weights.newest(connection, "main")
     assert newest is not None
     assert newest.step == 0
-    again = small.publish(1, digest="d" * 32)
+    again = small.publish(1, content="equal")
     with small.run.index.read() as connection:
         old = weights.find(connection, uncovered)
     assert old is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,8 @@ def test_status_tells_stage_steps_units_and_offers(cli: Cli, small: SmallRun) ->
     assert [c["step"] for c in seen["checkpoints"]] == [1]
     assert seen["newest_weights"]["step"] == 1
     assert seen["disk_bytes"]["packs"] > 0
-    assert seen["disk_bytes"]["weights"] == 64
+    files = [p for p in (small.run.root / "weights").rglob("*") if p.is_file()]
+    assert seen["disk_bytes"]["weights"] == sum(p.stat().st_size for p in files) > 0
     assert seen["events"][0]["name"] == "units.claimed"
 
 
@@ -276,10 +278,10 @@ def test_a_missing_pack_is_found(cli: Cli, small: SmallRun) -> None:
 
 def test_a_missing_checkpoint_folder_is_found(cli: Cli, small: SmallRun) -> None:
     small.advance(1)
-    (small.run.root / "checkpoints/c000001-main-f1/state").unlink()
-    (small.run.root / "checkpoints/c000001-main-f1").rmdir()
+    shutil.rmtree(small.run.root / "checkpoints/c000001-main-f1")
     (found,) = findings(cli, small)
-    assert (found["check"], found["subject"]) == ("missing", "checkpoints/c000001-main-f1")
+    assert (found["check"], found["subject"]) == ("checkpoint", "checkpoints/c000001-main-f1")
+    assert "is missing" in found["message"]
 
 
 SPOILS: dict[str, tuple[str, str, str]] = {
@@ -338,3 +340,17 @@ def test_every_table_of_the_index_is_in_the_run(small: SmallRun) -> None:
     with small.run.index.read() as connection:
         for table in tables.metadata.sorted_tables:
             connection.exec_driver_sql(f"SELECT count(*) FROM {table.name}")
+
+
+def test_damaged_weights_and_checkpoints_are_found_and_named(cli: Cli, small: SmallRun) -> None:
+    small.advance(1)
+    (checkpoint,) = small.run.root.glob("checkpoints/*/state")
+    weights = sorted(small.run.root.glob("weights/*/model.safetensors"))[-1]
+    for path in (checkpoint, weights):
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 0xFF
+        path.write_bytes(content)
+    found = {f["check"]: f["message"] for f in findings(cli, small)}
+    assert set(found) == {"checkpoint", "weights"}
+    assert str(checkpoint) in found["checkpoint"]
+    assert str(weights) in found["weights"]

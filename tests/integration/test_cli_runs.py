@@ -152,7 +152,7 @@ def test_runs_are_listed_with_where_they_stand_and_a_broken_one_with_its_reason(
         None,
     )
     assert second["name"] == "b"
-    assert "no strawflow index" in second["problem"]
+    assert "the run's index is lost" in second["problem"]
     assert "not started" in cli("run", "list").out
 
 

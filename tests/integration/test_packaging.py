@@ -59,8 +59,6 @@ def test_a_run_can_be_made_from_the_unpacked_wheel(wheel: Path, tmp_path: Path) 
             "run",
             "create",
             str(tmp_path / "run"),
-            "--model.path",
-            "m",
             "--json",
         ],
         env={"PYTHONPATH": str(site), "PATH": "/usr/bin:/bin"},

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from strawflow.config import RunConfig
-from strawflow.errors import EngineError
+from strawflow.errors import CorruptCheckpointError, EngineError
 from strawflow.flow import admit, assemble, consume, publish_weights
 from strawflow.flow.consume import Resumption
 from strawflow.flow.enqueue import EnqueueRequest, enqueue
@@ -24,6 +24,7 @@ from strawflow.index import datasets, units
 from strawflow.prompts.row import PromptKeys
 from strawflow.prompts.source import PromptSource
 from strawflow.states import UnitState
+from strawflow.weights.verify import weights_digest
 from strawflow_workers.drain import Drain
 from strawflow_workers.quickstart.model import TINY, make_model
 from strawflow_workers.rollout.loop import RolloutLoop
@@ -75,11 +76,10 @@ def make_run(tmp_path: Path, model: Path) -> Iterator[Callable[..., Run]]:
 
 
 def publish(run: Run, session: WorkerSession, resumption: Resumption, *, step: int) -> str:
-    version_id = publish_weights.version_name(run, resumption.role, step=step, digest="0" * 32)
+    digest = weights_digest(run.model_path / "model.safetensors")
+    version_id = publish_weights.version_name(run, resumption.role, step=step, digest=digest)
     shutil.copytree(run.model_path, run.root / publish_weights.weights_path(version_id))
-    publish_weights.publish_weights(
-        session, resumption.role, step=step, version_id=version_id, digest="0" * 32
-    )
+    publish_weights.publish_weights(session, resumption.role, step=step, version_id=version_id, digest=digest)
     return version_id
 
 
@@ -252,3 +252,21 @@ def test_an_engine_that_reports_other_weights_after_a_reload_is_not_used(
             with pytest.raises(EngineError, match="reports"):
                 worker.wait(lambda: len(completed(run)) >= 2 * NUM_UNITS)
     assert len(completed(run)) == NUM_UNITS
+
+
+def test_weights_that_are_not_what_was_published_are_never_loaded(make_run: Callable[..., Run]) -> None:
+    run = make_run()
+    with WorkerSession(run, "train") as session:
+        resumption = consume.take_over(session)
+        assert resumption is not None
+        version_id = publish(run, session, resumption, step=0)
+        path = run.root / publish_weights.weights_path(version_id) / "model.safetensors"
+        content = bytearray(path.read_bytes())
+        content[-100] ^= 0xFF
+        path.write_bytes(content)
+        with (
+            Worker(run) as worker,
+            pytest.raises(CorruptCheckpointError, match="does not hold what was published"),
+        ):
+            worker.wait(lambda: bool(completed(run)))
+    assert completed(run) == []

@@ -229,4 +229,4 @@ def test_many_packs_and_threads_keep_descriptors_bounded(tmp_path: Path) -> None
     # A mapping holds a descriptor of its own, so a kept pack counts for two at most.
     assert len(os.listdir("/proc/self/fd")) - before <= 2 * 5
     reader.close()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before  # what other tests left may have been closed meanwhile

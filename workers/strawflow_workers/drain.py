@@ -1,15 +1,15 @@
 """The request to drain: SIGTERM or SIGINT asks a worker to finish cleanly; loops look at it and wait on it.
 
-The signal handler only sets a flag and writes a byte to a pipe: taking a lock there could wait for the very code that the
+The signal handler only sets a flag and writes a byte to a socket: taking a lock there could wait for the very code that the
 signal interrupted.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import select
 import signal
+import socket
 from types import FrameType
 
 
@@ -18,8 +18,8 @@ class Drain:
 
     def __init__(self) -> None:
         self._requested = False
-        self._wakes, self._wake = os.pipe()
-        os.set_blocking(self._wake, False)
+        self._wakes, self._wake = socket.socketpair()
+        self._wake.setblocking(False)
 
     @property
     def requested(self) -> bool:
@@ -27,8 +27,8 @@ class Drain:
 
     def request(self) -> None:
         self._requested = True
-        with contextlib.suppress(BlockingIOError):  # the pipe is full of earlier requests
-            os.write(self._wake, b".")
+        with contextlib.suppress(BlockingIOError):  # it is full of earlier requests
+            self._wake.send(b".")
 
     def wait(self, seconds: float) -> bool:
         """Wait; True when a drain is requested."""

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import logging
+import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 
 from strawflow.errors import StrawflowError
 from strawflow.parentage import die_with_parent
@@ -19,6 +23,7 @@ from strawflow.parentage import die_with_parent
 
 def main(argv: list[str] | None = None) -> int:
     """Run one verb and return the process's exit code."""
+    signal.signal(signal.SIGINT, _leave)  # until a worker knows how to drain
     arguments = _parser().parse_args(argv)
     if getattr(arguments, "die_with_parent", None) is not None:
         die_with_parent(arguments.die_with_parent)  # before the imports below, which take seconds
@@ -32,9 +37,16 @@ def main(argv: list[str] | None = None) -> int:
     except StrawflowError as error:
         if arguments.verb in ("rollout", "assemble", "train"):
             logging.getLogger(__name__).exception("the worker ends")
+        elif arguments.json:
+            shown = {"error": {"kind": error.kind, "message": error.message, "facts": error.facts}}
+            print(json.dumps(shown, default=str), file=sys.stderr)
         else:
             print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+
+
+def _leave(_number: int, _frame: FrameType | None) -> None:
+    os._exit(130)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,9 +20,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from strawflow.flow import engines, evaluation, history, tally
-from strawflow.flow.progress import standing
+from strawflow.flow.progress import evaluation_progress, standing
 from strawflow.flow.run import Run, write_durably
 
+SUMMARY_FILE = "summary.json"
 REFRESH_S = 0.5
 PLAIN_EVERY_S = 10.0
 BAR = "▁▂▃▄▅▆▇█"
@@ -74,7 +77,13 @@ class ProgressDisplay:
         rl = [s for s in steps if s["objective"] == "grpo"]
         trained = steps[-1]["step"] if steps else 0
         warm = self._run.config.warm_start.steps
-        stage = "warm start" if trained < warm else "evaluating" if now.evaluating else "GRPO"
+        served = engines.listed(self._run)
+        stage = "warm start" if trained < warm else "GRPO"
+        if trained >= warm and not any(e.url for e in served):
+            stage = "waiting for the engine"
+        elif now.evaluating:
+            settled, admitted = evaluation_progress(self._run)
+            stage = f"evaluating, {settled} of {admitted} answered"
         return {
             "stage": stage,
             "trained": trained,
@@ -84,8 +93,7 @@ class ProgressDisplay:
             "reward": rl[-1]["mean_reward"] if rl else None,
             "rewards": [s["mean_reward"] for s in rl],
             "loss": steps[-1]["loss"] if steps else None,
-            "engines": ", ".join(f"{e.build}, weights {e.version_id}" for e in engines.listed(self._run))
-            or "-",
+            "engines": ", ".join(f"{e.build}, weights {e.version_id}" for e in served) or "-",
             "restarts": tally.read(self._run)["restarts"],
         }
 
@@ -106,7 +114,7 @@ def progress_display(run: Run, *, as_json: bool) -> Iterator[ProgressDisplay]:
 def write_summary(run: Run) -> dict[str, Any]:
     """Write summary.json and the plot into the run's folder; returns the summary."""
     summary = summarise(run)
-    write_durably(run.root / "summary.json", (json.dumps(summary, indent=2) + "\n").encode())
+    write_durably(run.root / SUMMARY_FILE, (json.dumps(summary, indent=2) + "\n").encode())
     plot(run, run.root / "plot.png")
     return summary
 
@@ -151,8 +159,10 @@ def summarise(run: Run) -> dict[str, Any]:
         "max_staleness": max((b.max_staleness for b in stored if b.objective == "grpo"), default=None),
         "logprob_gap_mean": _mean([s["logprob_gap_mean"] for s in rl if s["logprob_gap_mean"] is not None]),
         "units": {
-            f"{outcome}:{reason}" if reason else outcome: n for (outcome, reason), n in outcomes.items()
+            f"{purpose} {outcome}" + (f" ({reason})" if reason else ""): number
+            for (purpose, outcome, reason), number in sorted(outcomes.items(), key=str)
         },
+        "steps_without_signal": sum(1 for b in stored if b.objective == "grpo" and not b.num_sequences),
         "seconds": round(counts["seconds"], 1),
         "restarts": int(counts["restarts"]),
         "resumes": int(counts["resumes"]),
@@ -197,6 +207,10 @@ def print_summary(run: Run, summary: dict[str, Any]) -> None:
         "log-probabilities",
         f"engine and trainer differ by {_shown(summary['logprob_gap_mean'], '.1e')} on average",
     )
+    if empty := summary["steps_without_signal"]:
+        table.add_row(
+            "NOTHING LEARNED in", f"{empty} of {summary['steps']} GRPO steps: every group had equal rewards"
+        )
     table.add_row("units", ", ".join(f"{n} {what}" for what, n in sorted(summary["units"].items())))
     table.add_row(
         "time",
@@ -205,20 +219,41 @@ def print_summary(run: Run, summary: dict[str, Any]) -> None:
     table.add_row("the run lies in", str(run.root))
     table.add_row("plot", str(run.root / "plot.png"))
     console.print(table)
-    where = _shortest(run)
+    name, where = program(), shortest(run)
     console.print("next:", highlight=False)
     for command, what in (
-        (f"strawflow status {where}", "what the run holds"),
+        (f"{name} status {where}", "what the run holds"),
         (
-            f"strawflow batch show {where} {run.config.total_steps}",
+            f"{name} batch show {where} {run.config.total_steps}",
             "the last step's prompts, rewards and fates",
         ),
-        (f"strawflow replay {where}", "train again from the stored batches alone and compare"),
+        (f"{name} replay {where}", "train again from the stored batches alone and compare"),
     ):
         console.print(f"  {command}   # {what}", highlight=False, soft_wrap=True)
 
 
-def _shortest(run: Run) -> str:
+def kept_summary(run: Run) -> dict[str, Any] | None:
+    """Return the summary of a run that was finished before, as it was written."""
+    path = run.root / SUMMARY_FILE
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+def forget_summary(run: Run) -> None:
+    (run.root / SUMMARY_FILE).unlink(missing_ok=True)
+
+
+def program() -> str:
+    """Return how the program is called here: by its name when the shell finds it, else by its path."""
+    beside = Path(sys.executable).with_name("strawflow")
+    if shutil.which("strawflow") or not beside.exists():
+        return "strawflow"
+    with contextlib.suppress(ValueError):
+        return str(beside.relative_to(Path.cwd()))
+    return str(beside)
+
+
+def shortest(run: Run) -> str:
+    """Return the run's folder as it is typed from here."""
     with contextlib.suppress(ValueError):
         return str(run.root.relative_to(Path.cwd()))
     return str(run.root)

@@ -25,11 +25,14 @@ from filelock import FileLock, Timeout
 
 from strawflow.errors import (
     AlreadyExistsError,
+    CommitUnknownError,
     ConfigError,
     CorruptCheckpointError,
     CorruptPackError,
     IncompatibleFormatError,
     InvalidInputError,
+    StorageError,
+    StrawflowError,
     WorkerFailedError,
 )
 from strawflow.flow import inputs, progress, rescue, tally
@@ -40,8 +43,8 @@ from strawflow_workers.drain import Drain
 log = logging.getLogger(__name__)
 
 KINDS = ("train", "assemble", "rollout")
-FINAL_EXIT_CODES = frozenset(
-    error.exit_code
+FINAL_ERRORS: dict[int, type[StrawflowError]] = {
+    error.exit_code: error
     for error in (
         ConfigError,
         CorruptCheckpointError,
@@ -50,8 +53,9 @@ FINAL_EXIT_CODES = frozenset(
         InvalidInputError,
         WorkerFailedError,
     )
-)
+}
 MAX_DEATHS_WITHOUT_PROGRESS = 5
+MAX_INDEX_FAULTS = 12
 BACKOFF_S = (0.0, 0.2, 1.0, 3.0, 8.0)
 DRAIN_TIMEOUT_S = 30.0
 TICK_S = 0.1
@@ -87,10 +91,11 @@ class Supervisor:
         """Run until everything is done; False when drained before the end.
 
         Raises:
-            AlreadyExistsError: another supervisor runs this run.
-            WorkerFailedError: a worker cannot be kept alive; the message quotes the end of its log.
+            WorkerFailedError: a worker cannot be kept alive; the message quotes the end of its log. An error that no
+                restart mends keeps its own class.
+            StorageError: the index did not answer, again and again.
         """
-        with self._only_one(), self._counted():
+        with self._counted():
             self._recover()
             try:
                 return self._tend()
@@ -107,16 +112,31 @@ class Supervisor:
     def _tend(self) -> bool:
         if progress.rollout_is_done(self.run):  # nothing is left to do: start nobody
             return True
+        faults_in_a_row = 0
         while not self.drain.requested:
-            self._upkeep()
-            for child in self.children:
-                self._tend_child(child)
-            if all(child.is_done for child in self.children):
-                self.on_tick()
-                return True
-            self.on_tick()
+            try:
+                if self._tick():
+                    return True
+                faults_in_a_row = 0
+            except (
+                StorageError,
+                CommitUnknownError,
+            ) as error:  # a full disk or a restarting database may be mended
+                faults_in_a_row += 1
+                if faults_in_a_row > MAX_INDEX_FAULTS:
+                    raise
+                log.warning("the index did not answer, trying again: %s", error)
+                self.drain.wait(BACKOFF_S[min(faults_in_a_row, len(BACKOFF_S) - 1)])
             self.drain.wait(TICK_S)
         return False
+
+    def _tick(self) -> bool:
+        """One round over the children; True when all are done."""
+        self._upkeep()
+        for child in self.children:
+            self._tend_child(child)
+        self.on_tick()
+        return all(child.is_done for child in self.children)
 
     def _upkeep(self) -> None:
         """Take back what expired sessions held, and kill children that live on without their session (hung, stopped)."""
@@ -161,6 +181,7 @@ class Supervisor:
     def _start(self, child: Child) -> None:
         child.attempt = self._next_attempt(child.kind)
         child.log_path = self.run.log_path(child.kind, child.attempt)
+        child.log_path.parent.mkdir(exist_ok=True)
         with child.log_path.open("ab") as sink:
             child.process = subprocess.Popen(
                 [
@@ -183,8 +204,8 @@ class Supervisor:
         return 1 + max((int(p.stem.rpartition("-")[2]) for p in logs), default=0)
 
     def _after_death(self, child: Child, code: int) -> None:
-        if code in FINAL_EXIT_CODES:
-            raise WorkerFailedError(f"the {child.kind} worker ended the run: {_last_words(child.log_path)}")
+        if code in FINAL_ERRORS:
+            raise FINAL_ERRORS[code](f"the {child.kind} worker ended the run: {_last_words(child.log_path)}")
         planned = progress.standing(self.run).planned
         child.deaths_in_a_row = 1 if planned > child.seen_step else child.deaths_in_a_row + 1
         child.seen_step = planned
@@ -199,6 +220,12 @@ class Supervisor:
 
     def _stop_children(self) -> None:
         running = [c.process for c in self.children if c.process is not None]
+        if running and self.drain.requested:
+            print(
+                "stopping: the workers finish what they hold and are told to end ...",
+                file=sys.stderr,
+                flush=True,
+            )
         for process in running:
             process.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + DRAIN_TIMEOUT_S
@@ -208,20 +235,6 @@ class Supervisor:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-
-    @contextlib.contextmanager
-    def _only_one(self) -> Iterator[None]:
-        lock = FileLock(self.run.root / "supervisor.lock", timeout=0)
-        try:
-            lock.acquire()
-        except Timeout:
-            raise AlreadyExistsError(
-                f"{self.run.root} is being run by another process; watch it with `strawflow status {self.run.root} --watch`"
-            ) from None
-        try:
-            yield
-        finally:
-            lock.release()
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:
@@ -247,26 +260,56 @@ def _last_words(path: Path | None) -> str:
     return f"{lines[-1] if lines else '(empty)'} [{path}]"
 
 
+@contextlib.contextmanager
+def only_supervisor(run: Run) -> Iterator[None]:
+    """Hold the run's lock file while the block runs.
+
+    Raises:
+        AlreadyExistsError: another supervisor runs this run; nothing was touched.
+    """
+    lock = FileLock(run.root / "supervisor.lock", timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise AlreadyExistsError(
+            f"{run.root} is being run by another process; watch it with `strawflow status {run.root} --watch`"
+        ) from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
 def resume(root: Path, *, as_json: bool) -> int:
     """Go on with a run until it is finished; returns the process's exit code."""
     from strawflow_workers import report
-    from strawflow_workers.quickstart.prepare import prepare_if_quickstart
 
     run = open_run(root)
     drain = Drain()
     drain.on_signals()
-    started = time.monotonic()
-    prepare_if_quickstart(run)
-    inputs.require(run)
-    tally.count_resume(run, prepared_s=time.monotonic() - started)
-    with report.progress_display(run, as_json=as_json) as display:
-        is_done = Supervisor(run, drain, on_tick=display.update).supervise()
-    if not is_done:
-        print(f"stopped; `strawflow resume {root}` goes on from here", file=sys.stderr)
-        return 130
-    summary = report.write_summary(run)
+    with only_supervisor(run):
+        if not progress.rollout_is_done(run) and not _run_to_the_end(run, drain, as_json=as_json):
+            print(
+                f"stopped; `{report.program()} resume {report.shortest(run)}` goes on from here",
+                file=sys.stderr,
+            )
+            return 130
+        summary = report.kept_summary(run) or report.write_summary(run)
     if as_json:
         print(json.dumps(summary))
     else:
         report.print_summary(run, summary)
     return 0
+
+
+def _run_to_the_end(run: Run, drain: Drain, *, as_json: bool) -> bool:
+    from strawflow_workers import report
+    from strawflow_workers.quickstart.prepare import prepare_if_quickstart
+
+    started = time.monotonic()
+    prepare_if_quickstart(run)
+    inputs.require(run)
+    tally.count_resume(run, prepared_s=time.monotonic() - started)
+    report.forget_summary(run)
+    with report.progress_display(run, as_json=as_json) as display:
+        return Supervisor(run, drain, on_tick=display.update).supervise()

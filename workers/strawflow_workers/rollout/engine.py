@@ -21,6 +21,7 @@ from strawflow.flow import engines
 from strawflow.flow.session import WorkerSession
 from strawflow.ids import new_id
 from strawflow.index.weights import WeightVersion
+from strawflow.weights.verify import verify_weights
 from strawflow_workers.rollout.sglang_client import SglangClient
 from strawflow_workers.rollout.sglang_server import SglangOptions, SglangServer
 
@@ -82,6 +83,7 @@ def make_process(session: WorkerSession, *, model_path: Path, version_id: str) -
     """Return the (not yet started) engine the configuration asks for, its log in the run's folder."""
     config = session.run.config.rollout
     log_path = session.run.root / "logs" / f"engine-{session.session_id}.log"
+    log_path.parent.mkdir(exist_ok=True)
     match config.engine:
         case "sglang":
             return SglangServer(
@@ -135,6 +137,7 @@ class ServedEngine:
         """
         folder = self._session.run.root / version.path
         await self._tell(version.version_id, url="", build="starting")  # keeps its files from being removed
+        await asyncio.to_thread(verify_weights, folder, version.digest)
         self._process = make_process(self._session, model_path=folder, version_id=version.version_id)
         self._process.start()
         await asyncio.to_thread(self._process.wait_ready)
@@ -152,6 +155,7 @@ class ServedEngine:
         folder = self._session.run.root / version.path
         self.serving = None
         await self._tell(version.version_id)
+        await asyncio.to_thread(verify_weights, folder, version.digest)
         await self.client.update_weights_from_disk(folder, version.version_id)
         await self._report(await self.client.weight_version(), version)
 

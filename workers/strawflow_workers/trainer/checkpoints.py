@@ -26,11 +26,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from strawflow.errors import AlreadyExistsError, CorruptCheckpointError, IncompatibleFormatError, StorageError
-
-FORMAT = 1
-MANIFEST = "manifest.json"
-_BLOCK_BYTES = 4 * 1024 * 1024
+from strawflow.errors import AlreadyExistsError, CorruptCheckpointError, StorageError
+from strawflow.weights.verify import FORMAT, MANIFEST, describe_file, digest_entry, verify_checkpoint
 
 
 @dataclass(frozen=True)
@@ -47,7 +44,7 @@ def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
     digest = xxhash.xxh3_128()
     for name in sorted(tensors):
         tensor = tensors[name].detach().cpu().contiguous()
-        digest.update(f"{name}\0{str(tensor.dtype).removeprefix('torch.')}\0{list(tensor.shape)}\0".encode())
+        digest.update(digest_entry(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)))
         raw: Any = tensor.view(-1).view(torch.uint8).numpy()
         digest.update(raw)
     return digest.hexdigest()
@@ -70,7 +67,7 @@ def write_rank_state(final: Path, state: RankState, *, rank: int = 0) -> None:
         stem = f"rank-{rank:05d}"
         write_tensors(partial / f"{stem}.safetensors", state.tensors)
         (partial / f"{stem}.json").write_text(json.dumps(state.values, allow_nan=False))
-        files = {path.name: _describe(path) for path in sorted(partial.iterdir())}
+        files = {path.name: describe_file(path) for path in sorted(partial.iterdir())}
         manifest = {"format": FORMAT, "world_size": 1, "files": files}
         (partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
 
@@ -82,52 +79,21 @@ def read_rank_state(path: Path, *, rank: int = 0) -> RankState:
         CorruptCheckpointError: a file is missing, or differs from the manifest; the message names it.
         IncompatibleFormatError: the format is not the one this program reads.
     """
-    files = _verified_files(path)
+    files = verify_checkpoint(path)
     stem = f"rank-{rank:05d}"
     for name in (f"{stem}.safetensors", f"{stem}.json"):
         if name not in files:
-            raise CorruptCheckpointError(f"{path / MANIFEST}: names no {name}; use another checkpoint")
+            raise CorruptCheckpointError(
+                f"{path / MANIFEST}: names no {name}; restore the folder from a copy"
+            )
     try:
         tensors = load_file(path / f"{stem}.safetensors")
         values: dict[str, Any] = json.loads((path / f"{stem}.json").read_text())
     except (SafetensorError, ValueError) as error:
         raise CorruptCheckpointError(
-            f"{path / stem}.*: cannot be parsed ({error}); use another checkpoint"
+            f"{path / stem}.*: cannot be parsed ({error}); restore the folder from a copy"
         ) from error
     return RankState(tensors=tensors, values=values)
-
-
-def _verified_files(path: Path) -> dict[str, Any]:
-    manifest_path = path / MANIFEST
-    try:
-        manifest = json.loads(manifest_path.read_text())
-        files: dict[str, Any] = manifest["files"]
-        found_format = manifest["format"]
-    except FileNotFoundError as error:
-        raise CorruptCheckpointError(
-            f"{manifest_path}: is missing; the checkpoint is not complete"
-        ) from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise CorruptCheckpointError(f"{manifest_path}: cannot be parsed; use another checkpoint") from error
-    if found_format != FORMAT:
-        raise IncompatibleFormatError(f"{manifest_path}: format {found_format}; this program reads {FORMAT}")
-    for name, expected in files.items():
-        file = path / name
-        if not file.is_file():
-            raise CorruptCheckpointError(f"{file}: is missing; use another checkpoint")
-        if _describe(file) != expected:
-            raise CorruptCheckpointError(
-                f"{file}: size or digest differs from {MANIFEST}; use another checkpoint"
-            )
-    return files
-
-
-def _describe(path: Path) -> dict[str, Any]:
-    digest = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK_BYTES):
-            digest.update(block)
-    return {"bytes": path.stat().st_size, "xxh3_128": digest.hexdigest()}
 
 
 @contextlib.contextmanager

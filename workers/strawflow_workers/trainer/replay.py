@@ -56,6 +56,8 @@ def replay(run: Run, *, from_step: int | None = None, to_step: int | None = None
     if not recorded:
         raise NotFoundError(f"{run.root} has trained no step yet")
     if first > last:
+        if to_step is None:
+            raise NotFoundError(f"the last trained step is {last}; there is none from {first} on")
         raise InvalidInputError(f"--from-step {first} is after --to-step {last}")
     trainer = _start(run, first, checkpoints)
     reader = PackReader(run.root)
@@ -88,7 +90,7 @@ def _start(run: Run, first: int, checkpoints: dict[int, Checkpoint]) -> Megatron
     )
     if first > 1:
         if first - 1 not in checkpoints:
-            known = ", ".join(str(step + 1) for step in sorted(checkpoints)) or "none"
+            known = ", ".join(str(step + 1) for step in sorted(checkpoints)[:-1]) or "none"
             raise NotFoundError(
                 f"no checkpoint of step {first - 1} to start from; --from-step can be 1 or one of: {known}"
             )

@@ -1,0 +1,1 @@
+"""Weight files and checkpoint files: what they must hold, checked with numpy's and safetensors' formats alone, without torch."""
