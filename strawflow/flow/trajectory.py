@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from strawflow.config import SamplingProfile
@@ -47,7 +48,7 @@ class Member:
                 f"member {self.member}: {num_tokens} tokens, {len(self.logprobs)} log-probabilities, "
                 f"{len(self.token_versions)} versions; they must be equally many"
             )
-        if not all(math.isfinite(x) for x in self.logprobs):
+        if not np.isfinite(np.asarray(self.logprobs, np.float64)).all():
             raise InvalidInputError(f"member {self.member}: a log-probability is not finite")
         if (self.status == "failed") != (self.failure is not None):
             raise InvalidInputError(
@@ -102,36 +103,55 @@ def to_record_batch(results: Sequence[UnitResult]) -> pa.RecordBatch:
     Raises:
         InvalidInputError: a member breaks promise P9 or P10.
     """
-    rows = [_row(result, member) for result in results for member in result.members]
-    return pa.RecordBatch.from_pylist(rows, schema=TRAJECTORY)
-
-
-def _row(result: UnitResult, member: Member) -> dict[str, object]:
-    member.check()
-    distinct = sorted({version for version in member.token_versions if version})
-    place = {version: at for at, version in enumerate(distinct)}
-    return {
-        "unit_id": result.unit_id,
-        "fence": result.fence,
-        "seq": result.seq,
-        "member": member.member,
-        "segment": 0,
-        "purpose": result.profile.purpose,
-        "status": member.status,
-        "failure": member.failure,
-        "prompt_tokens": list(result.prompt_tokens),
-        "response_tokens": list(member.response_tokens),
-        "loss_mask": [1] * len(member.response_tokens),
-        "logprobs": list(member.logprobs),
-        "token_versions": [place.get(version, NOT_SAMPLED) for version in member.token_versions],
+    rows = [(result, member) for result in results for member in result.members]
+    for _, member in rows:
+        member.check()
+    distinct = [sorted({v for v in member.token_versions if v}) for _, member in rows]
+    columns: dict[str, Any] = {
+        "unit_id": [r.unit_id for r, _ in rows],
+        "fence": [r.fence for r, _ in rows],
+        "seq": [r.seq for r, _ in rows],
+        "member": [m.member for _, m in rows],
+        "segment": [0] * len(rows),
+        "purpose": [r.profile.purpose for r, _ in rows],
+        "status": [m.status for _, m in rows],
+        "failure": [m.failure for _, m in rows],
+        "prompt_tokens": _lists([r.prompt_tokens for r, _ in rows], np.int32),
+        "response_tokens": _lists([m.response_tokens for _, m in rows], np.int32),
+        "loss_mask": _lists([np.ones(len(m.response_tokens), np.int8) for _, m in rows], np.int8),
+        "logprobs": _lists([m.logprobs for _, m in rows], np.float32),
+        "token_versions": _lists(
+            [_places(m.token_versions, known) for (_, m), known in zip(rows, distinct, strict=True)], np.int32
+        ),
         "weight_versions": distinct,
-        "reward": member.reward,
-        "score": member.score,
-        "response_text": member.response_text,
-        "finish_reason": member.finish_reason,
-        "temperature": result.profile.temperature,
-        "top_p": result.profile.top_p,
-        "top_k": -1,
-        "max_response_tokens": result.profile.max_response_tokens,
-        "engine": result.engine,
+        "reward": [m.reward for _, m in rows],
+        "score": [m.score for _, m in rows],
+        "response_text": [m.response_text for _, m in rows],
+        "finish_reason": [m.finish_reason for _, m in rows],
+        "temperature": [r.profile.temperature for r, _ in rows],
+        "top_p": [r.profile.top_p for r, _ in rows],
+        "top_k": [-1] * len(rows),
+        "max_response_tokens": [r.profile.max_response_tokens for r, _ in rows],
+        "engine": [r.engine for r, _ in rows],
     }
+    arrays = [
+        column if isinstance(column := columns[f.name], pa.Array) else pa.array(column, type=f.type)
+        for f in TRAJECTORY
+    ]
+    return pa.RecordBatch.from_arrays(arrays, schema=TRAJECTORY)
+
+
+def _lists(values: Sequence[Sequence[float] | np.ndarray[Any, Any]], dtype: type[np.generic]) -> pa.Array:
+    """Return one list per row; whole arrays are copied, never a Python object per token."""
+    offsets = np.zeros(len(values) + 1, np.int32)
+    np.cumsum([len(v) for v in values], out=offsets[1:])
+    flat = np.concatenate([np.asarray(v, dtype) for v in values]) if values else np.zeros(0, dtype)
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat))
+
+
+def _places(versions: Sequence[str], known: list[str]) -> np.ndarray[Any, Any]:
+    """Return each token's place in the row's distinct versions."""
+    if len(known) == 1 and "" not in versions:  # nearly always: one version sampled the whole response
+        return np.zeros(len(versions), np.int32)
+    place = {version: at for at, version in enumerate(known)}
+    return np.array([place.get(version, NOT_SAMPLED) for version in versions], np.int32)

@@ -111,6 +111,8 @@ class RolloutLoop:
         if not self._engine.alive():
             raise EngineError("the engine's process ended; this worker starts again with a new one")
         moved = await self._collect()
+        # Admission before the look at the weights: what newer weights allow is never claimed for older ones.
+        await self._blocking(lambda: admit.admit_due(self._run))
         target = await self._blocking(lambda: publish_weights.version_to_serve(self._run))
         if target is not None and target.version_id != self._engine.serving:
             if self._in_flight or self._finished:
@@ -179,7 +181,6 @@ class RolloutLoop:
 
     async def _fill(self) -> bool:
         """Claim up to the room left and start generating."""
-        await self._blocking(lambda: admit.admit_due(self._run))
         standing = await self._blocking(lambda: progress.standing(self._run))
         fresh = self._engine.serving_step >= standing.planned - self._config.rollout.max_staleness
         purposes = ["eval", "train"] if fresh else ["eval"]
