@@ -30,10 +30,12 @@ def admit_due(run: Run) -> int:
 
     A unit dropped outside any batch is owed a replacement of its purpose.
     """
-    with (
-        run.index.read() as connection
-    ):  # almost always there is nothing to do: look before taking the write lock
-        if not any(_num_due(connection, run, *due) > 0 for due in _limits(connection, run)):
+    with run.index.read() as connection:
+        # Almost always there is nothing to do: look before taking the write lock.
+        if all(
+            datasets.num_admitted(connection, run.branch, dataset_id) >= limit
+            for dataset_id, _, limit in _limits(connection, run)
+        ):
             return 0
     with run.index.begin() as connection:
         return sum(
@@ -60,10 +62,6 @@ def _limits(connection: Connection, run: Run) -> list[tuple[str, str, int]]:
         num_steps = min(newest.step - warm.steps + 1 + config.rollout.max_staleness, config.trainer.steps)
         limits.append((PROMPTS, "train", num_steps * config.rollout.prompts_per_step + dropped("train")))
     return limits
-
-
-def _num_due(connection: Connection, run: Run, dataset_id: str, _profile: str, limit: int) -> int:
-    return limit - datasets.num_admitted(connection, run.branch, dataset_id)
 
 
 def admit_evaluation(connection: Connection, run: Run, *, version_id: str, step: int) -> int:

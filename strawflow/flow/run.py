@@ -22,6 +22,7 @@ from strawflow.errors import AlreadyExistsError, ConfigError, NotFoundError
 from strawflow.index import branches, consumers, migrate
 from strawflow.index.engine import Index
 from strawflow.packs.probe import durability_of
+from strawflow.packs.sync import sync_path
 
 MAIN_BRANCH = "main"
 TRAINER = "trainer"
@@ -136,15 +137,7 @@ def write_durably(path: Path, content: bytes) -> None:
         sink.flush()
         os.fsync(sink.fileno())
     temporary.rename(path)
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_path(path.parent)
 
 
 def _make_room(root: Path, *, fresh: bool) -> None:

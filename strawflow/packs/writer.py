@@ -22,6 +22,7 @@ from strawflow.errors import AlreadyExistsError, InvalidInputError, StorageError
 from strawflow.ids import Extent, new_id
 from strawflow.packs.digests import digest_blocks
 from strawflow.packs.probe import Durability
+from strawflow.packs.sync import sync_path
 from strawflow.records import COMPRESSION, schema_of
 
 
@@ -170,7 +171,7 @@ class PackWriter:
             faults.at("seal.after_footer")
             if self.durability == "host":
                 os.fsync(self._descriptor)
-                _sync_directory(self._place.parent)
+                sync_path(self._place.parent)
             self._close_descriptor()
         self._sealed = True
 
@@ -189,7 +190,7 @@ class PackWriter:
             os.fdatasync(self._descriptor)
             # Every level up to the root: another writer may have made one of them without having synced it yet.
             for directory in self._place.parents:
-                _sync_directory(directory)
+                sync_path(directory)
                 if directory == root:
                     break
 
@@ -260,11 +261,3 @@ def _file_header(kind: str, options: pa.ipc.IpcWriteOptions) -> bytes:
     pa.ipc.new_file(sink, schema_of(kind), options=options).close()
     empty: bytes = sink.getvalue().to_pybytes()
     return empty[: 16 + int.from_bytes(empty[12:16], "little")]
-
-
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from strawflow.errors import AlreadyExistsError, InvalidInputError
+from strawflow.packs.sync import sync_path
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -192,8 +192,4 @@ def _sync(folder: Path) -> None:
     """Give the files ordinary permissions and bring them to the disk."""
     for path in (*folder.iterdir(), folder):
         path.chmod(0o755 if path.is_dir() else 0o644)
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync_path(path)

@@ -27,6 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from strawflow.errors import AlreadyExistsError, CorruptCheckpointError, StorageError
+from strawflow.packs.sync import sync_path
 from strawflow.weights.verify import FORMAT, MANIFEST, describe_file, digest_entry, verify_checkpoint
 
 
@@ -114,8 +115,8 @@ def new_directory(final: Path) -> Iterator[Path]:
         partial.mkdir(parents=True)
         yield partial
         for path in partial.iterdir():
-            _sync(path)
-        _sync(partial)
+            sync_path(path)
+        sync_path(partial)
         # A rename onto an empty directory would succeed; onto a full one it fails. Either way nothing with
         # content is replaced.
         os.rename(partial, final)
@@ -127,16 +128,8 @@ def new_directory(final: Path) -> Iterator[Path]:
             ) from error
         raise
     try:
-        _sync(final.parent)
+        sync_path(final.parent)
     except OSError as error:
         raise StorageError(
             f"{final}: was written, but its name may not survive a power loss ({error})"
         ) from error
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
