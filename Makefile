@@ -2,6 +2,7 @@
 SHELL := /bin/bash
 BIN := .venv/bin
 ARGS ?=
+BENCHES := store index
 
 .DEFAULT_GOAL := help
 .PHONY: help setup lint test test-long bench quickstart
@@ -25,8 +26,11 @@ test: lint ## the gate: lint and all tests but the long ones (ARGS="-k name" for
 test-long: setup ## soak, kill campaigns and large payloads
 	$(BIN)/python -m pytest -m long --timeout 7200 -o faulthandler_timeout=0 $(ARGS)
 
-bench: setup ## measure throughput and latency
-	@set -e; for each in bench/*.py; do echo "== $$each"; $(BIN)/python $$each $(ARGS); done
+bench: setup ## measure, beside the peers of requirements/bench.txt and the bare device (ARGS="--quick")
+	@$(BIN)/python -m pip install -q --disable-pip-version-check --no-input --no-deps --only-binary :all: \
+		-r requirements/bench.txt
+	@missed=0; for each in $(BENCHES); do \
+		echo "== bench/$$each.py"; $(BIN)/python bench/$$each.py $(ARGS) || missed=1; done; exit $$missed
 
 quickstart: setup ## a small model learns a real task in minutes (ARGS="--seed 1")
 	$(BIN)/strawflow quickstart $(ARGS)
