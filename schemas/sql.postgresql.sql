@@ -2,6 +2,7 @@ CREATE TABLE branches (
     branch_id VARCHAR NOT NULL,
     parent_id VARCHAR,
     from_checkpoint_id VARCHAR,
+    from_step BIGINT,
     created_at VARCHAR NOT NULL,
     CONSTRAINT pk_branches PRIMARY KEY (branch_id)
 );
@@ -15,7 +16,7 @@ CREATE TABLE datasets (
 
 CREATE TABLE events (
     event_id BIGSERIAL NOT NULL,
-    at VARCHAR NOT NULL,
+    at_ms BIGINT NOT NULL,
     name VARCHAR NOT NULL,
     session_id VARCHAR,
     unit_id BIGINT,
@@ -29,13 +30,29 @@ CREATE TABLE meta (
     CONSTRAINT pk_meta PRIMARY KEY (key)
 );
 
+CREATE TABLE pins (
+    pin_id BIGSERIAL NOT NULL,
+    subject_kind VARCHAR NOT NULL,
+    subject VARCHAR NOT NULL,
+    reason TEXT NOT NULL,
+    session_id VARCHAR,
+    at VARCHAR NOT NULL,
+    CONSTRAINT pk_pins PRIMARY KEY (pin_id),
+    CONSTRAINT ck_pins_subject_kind_known CHECK (subject_kind IN ('pack', 'batch', 'checkpoint', 'weights'))
+);
+
+CREATE INDEX ix_pins_subject_kind_subject ON pins (subject_kind, subject);
+
 CREATE TABLE receipts (
     submission_id VARCHAR NOT NULL,
     verb VARCHAR NOT NULL,
-    content_digest VARCHAR NOT NULL,
+    content_digest BYTEA NOT NULL,
     receipt TEXT NOT NULL,
+    at_ms BIGINT NOT NULL,
     CONSTRAINT pk_receipts PRIMARY KEY (submission_id)
 );
+
+CREATE INDEX ix_receipts_at_ms ON receipts (at_ms);
 
 CREATE TABLE sessions (
     session_id VARCHAR NOT NULL,
@@ -48,6 +65,7 @@ CREATE TABLE sessions (
     expires_at FLOAT NOT NULL,
     started_at VARCHAR NOT NULL,
     ended_at VARCHAR,
+    incarnation BIGINT NOT NULL,
     CONSTRAINT pk_sessions PRIMARY KEY (session_id),
     CONSTRAINT ck_sessions_state_known CHECK (state IN ('live', 'ended', 'lost'))
 );
@@ -64,6 +82,13 @@ CREATE TABLE steps (
     CONSTRAINT pk_steps PRIMARY KEY (branch_id, consumer, step, fence)
 );
 
+CREATE TABLE tallies (
+    branch_id VARCHAR NOT NULL,
+    name VARCHAR NOT NULL,
+    value BIGINT NOT NULL,
+    CONSTRAINT pk_tallies PRIMARY KEY (branch_id, name)
+);
+
 CREATE TABLE checkpoints (
     checkpoint_id VARCHAR NOT NULL,
     branch_id VARCHAR NOT NULL,
@@ -74,6 +99,9 @@ CREATE TABLE checkpoints (
     state_digest VARCHAR NOT NULL,
     batch_digest VARCHAR NOT NULL,
     created_at VARCHAR NOT NULL,
+    cursors TEXT,
+    last_unit_id BIGINT,
+    files_removed BOOLEAN NOT NULL,
     CONSTRAINT pk_checkpoints PRIMARY KEY (checkpoint_id),
     CONSTRAINT uq_checkpoints_branch_id_consumer_step UNIQUE (branch_id, consumer, step),
     CONSTRAINT fk_checkpoints_branch_id FOREIGN KEY(branch_id) REFERENCES branches (branch_id)
@@ -84,6 +112,7 @@ CREATE TABLE consumers (
     consumer VARCHAR NOT NULL,
     position BIGINT NOT NULL,
     planned BIGINT NOT NULL,
+    purposes VARCHAR NOT NULL,
     CONSTRAINT pk_consumers PRIMARY KEY (branch_id, consumer),
     CONSTRAINT fk_consumers_branch_id FOREIGN KEY(branch_id) REFERENCES branches (branch_id)
 );
@@ -113,7 +142,7 @@ CREATE TABLE engines (
 );
 
 CREATE TABLE packs (
-    pack_id VARCHAR NOT NULL,
+    pack_id BIGSERIAL NOT NULL,
     kind VARCHAR NOT NULL,
     path VARCHAR NOT NULL,
     state VARCHAR NOT NULL,
@@ -121,6 +150,8 @@ CREATE TABLE packs (
     num_bytes BIGINT,
     num_rows BIGINT,
     created_at VARCHAR NOT NULL,
+    sealed_at FLOAT,
+    condemned_at FLOAT,
     CONSTRAINT pk_packs PRIMARY KEY (pack_id),
     CONSTRAINT ck_packs_state_known CHECK (state IN ('open', 'sealed', 'condemned')),
     CONSTRAINT uq_packs_path UNIQUE (path),
@@ -178,8 +209,8 @@ CREATE TABLE weight_versions (
 CREATE INDEX ix_weight_versions_branch_id_state_step ON weight_versions (branch_id, state, step);
 
 CREATE TABLE extents (
-    extent_id VARCHAR NOT NULL,
-    pack_id VARCHAR NOT NULL,
+    extent_id BIGSERIAL NOT NULL,
+    pack_id BIGINT NOT NULL,
     "offset" BIGINT NOT NULL,
     length BIGINT NOT NULL,
     num_rows BIGINT NOT NULL,
@@ -204,27 +235,39 @@ CREATE TABLE batches (
     max_staleness INTEGER NOT NULL,
     denominators TEXT NOT NULL,
     digest VARCHAR NOT NULL,
-    plan_extent_id VARCHAR NOT NULL,
+    plan_extent_id BIGINT NOT NULL,
     fence BIGINT NOT NULL,
     planned_at VARCHAR NOT NULL,
     CONSTRAINT pk_batches PRIMARY KEY (batch_id),
     CONSTRAINT uq_batches_branch_id_consumer_step UNIQUE (branch_id, consumer, step),
-    CONSTRAINT ck_batches_state_known CHECK (state IN ('planned', 'trained')),
+    CONSTRAINT ck_batches_state_known CHECK (state IN ('planned', 'trained', 'retired')),
     CONSTRAINT fk_batches_branch_id FOREIGN KEY(branch_id) REFERENCES branches (branch_id),
     CONSTRAINT fk_batches_plan_extent_id FOREIGN KEY(plan_extent_id) REFERENCES extents (extent_id)
+);
+
+CREATE INDEX ix_batches_plan_extent_id ON batches (plan_extent_id);
+
+CREATE TABLE quarantine (
+    extent_id BIGINT NOT NULL,
+    reason TEXT NOT NULL,
+    at VARCHAR NOT NULL,
+    CONSTRAINT pk_quarantine PRIMARY KEY (extent_id),
+    CONSTRAINT fk_quarantine_extent_id FOREIGN KEY(extent_id) REFERENCES extents (extent_id)
 );
 
 CREATE TABLE segment_extents (
     segment_id BIGINT NOT NULL,
     first_row BIGINT NOT NULL,
-    extent_id VARCHAR NOT NULL,
+    extent_id BIGINT NOT NULL,
     CONSTRAINT pk_segment_extents PRIMARY KEY (segment_id, first_row),
     CONSTRAINT fk_segment_extents_segment_id FOREIGN KEY(segment_id) REFERENCES segments (segment_id),
     CONSTRAINT fk_segment_extents_extent_id FOREIGN KEY(extent_id) REFERENCES extents (extent_id)
 );
 
+CREATE INDEX ix_segment_extents_extent_id ON segment_extents (extent_id);
+
 CREATE TABLE units (
-    unit_id BIGSERIAL NOT NULL,
+    unit_id BIGINT NOT NULL,
     branch_id VARCHAR NOT NULL,
     purpose VARCHAR NOT NULL,
     profile VARCHAR NOT NULL,
@@ -233,14 +276,19 @@ CREATE TABLE units (
     position BIGINT NOT NULL,
     state VARCHAR NOT NULL,
     required_version_id VARCHAR,
-    priority INTEGER NOT NULL,
+    claim_class INTEGER NOT NULL,
+    precedence INTEGER NOT NULL,
+    scheduling_key BIGINT NOT NULL,
+    not_before FLOAT,
     fence BIGINT NOT NULL,
     seq BIGINT NOT NULL,
     attempts INTEGER NOT NULL,
     crashes INTEGER NOT NULL,
+    parks INTEGER NOT NULL,
+    requeues INTEGER NOT NULL,
     session_id VARCHAR,
     last_error TEXT,
-    extent_id VARCHAR,
+    extent_id BIGINT,
     row_start INTEGER,
     row_count INTEGER,
     version_step BIGINT,
@@ -250,25 +298,35 @@ CREATE TABLE units (
     CONSTRAINT uq_units_branch_id_profile_segment_id_epoch_position UNIQUE (branch_id, profile, segment_id, epoch, position),
     CONSTRAINT ck_units_state_known CHECK (state IN ('ready', 'leased', 'completed', 'failed')),
     CONSTRAINT ck_units_leased_iff_session CHECK ((state = 'leased') = (session_id IS NOT NULL)),
-    CONSTRAINT ck_units_completed_iff_extent CHECK ((state = 'completed') = (extent_id IS NOT NULL)),
+    CONSTRAINT ck_units_completed_has_extent CHECK (state <> 'completed' OR extent_id IS NOT NULL),
+    CONSTRAINT ck_units_only_ready_waits CHECK (not_before IS NULL OR state = 'ready'),
     CONSTRAINT fk_units_branch_id FOREIGN KEY(branch_id) REFERENCES branches (branch_id),
     CONSTRAINT fk_units_segment_id FOREIGN KEY(segment_id) REFERENCES segments (segment_id),
     CONSTRAINT fk_units_extent_id FOREIGN KEY(extent_id) REFERENCES extents (extent_id)
 );
 
-CREATE INDEX ix_units_claim ON units (branch_id, state, priority, unit_id);
+CREATE INDEX ix_units_bound ON units (branch_id, epoch, unit_id) WHERE required_version_id IS NOT NULL AND state IN ('ready', 'leased');
 
-CREATE INDEX ix_units_session_id ON units (session_id);
+CREATE INDEX ix_units_claim ON units (branch_id, claim_class, precedence, scheduling_key, unit_id) WHERE state = 'ready' AND not_before IS NULL;
+
+CREATE INDEX ix_units_extent_id ON units (extent_id) WHERE extent_id IS NOT NULL;
+
+CREATE INDEX ix_units_failed ON units (branch_id, purpose, unit_id) WHERE state = 'failed';
+
+CREATE INDEX ix_units_not_before ON units (branch_id, not_before) WHERE not_before IS NOT NULL;
+
+CREATE INDEX ix_units_session_id ON units (session_id) WHERE session_id IS NOT NULL;
 
 CREATE TABLE assignments (
+    unit_id BIGINT NOT NULL,
     branch_id VARCHAR NOT NULL,
     consumer VARCHAR NOT NULL,
     epoch INTEGER NOT NULL,
-    unit_id BIGINT NOT NULL,
     batch_id BIGINT,
     outcome VARCHAR NOT NULL,
     reason VARCHAR,
-    CONSTRAINT pk_assignments PRIMARY KEY (branch_id, consumer, epoch, unit_id),
+    at_step BIGINT NOT NULL,
+    CONSTRAINT pk_assignments PRIMARY KEY (unit_id, branch_id, consumer, epoch),
     CONSTRAINT ck_assignments_outcome_known CHECK (outcome IN ('trained', 'dropped')),
     CONSTRAINT ck_assignments_dropped_iff_reason CHECK ((outcome = 'dropped') = (reason IS NOT NULL)),
     CONSTRAINT ck_assignments_trained_in_batch CHECK (outcome = 'dropped' OR batch_id IS NOT NULL),
@@ -283,16 +341,22 @@ CREATE TABLE batch_extents (
     mini_batch INTEGER NOT NULL,
     slice INTEGER NOT NULL,
     micro_batch INTEGER NOT NULL,
-    extent_id VARCHAR NOT NULL,
+    extent_id BIGINT NOT NULL,
     CONSTRAINT pk_batch_extents PRIMARY KEY (batch_id, mini_batch, slice, micro_batch),
     CONSTRAINT fk_batch_extents_batch_id FOREIGN KEY(batch_id) REFERENCES batches (batch_id),
     CONSTRAINT fk_batch_extents_extent_id FOREIGN KEY(extent_id) REFERENCES extents (extent_id)
 );
 
+CREATE INDEX ix_batch_extents_extent_id ON batch_extents (extent_id);
+
 CREATE TABLE offers (
     branch_id VARCHAR NOT NULL,
     consumer VARCHAR NOT NULL,
+    purpose VARCHAR NOT NULL,
+    version_step BIGINT NOT NULL,
     unit_id BIGINT NOT NULL,
-    CONSTRAINT pk_offers PRIMARY KEY (branch_id, consumer, unit_id),
+    CONSTRAINT pk_offers PRIMARY KEY (branch_id, consumer, purpose, version_step, unit_id),
     CONSTRAINT fk_offers_unit_id FOREIGN KEY(unit_id) REFERENCES units (unit_id)
 );
+
+CREATE INDEX ix_offers_unit_id ON offers (unit_id);

@@ -53,6 +53,10 @@ if ! has_postgres && ! install_debian "PostgreSQL is missing" postgresql; then
     say "going on without PostgreSQL: 'make quickstart' does not need it, 'make test' will fail"
 fi
 
+if ! command -v faketime >/dev/null && ! install_debian "faketime is missing" faketime; then
+    say "going on without faketime: 'make quickstart' does not need it, 'make test' will fail"
+fi
+
 fingerprint=$(cat "$LOCK" pyproject.toml scripts/setup.sh | sha256sum | cut -d' ' -f1)
 is_done() { [ -x $VENV/bin/strawflow ] && [ "$(cat $STAMP 2>/dev/null)" = "$fingerprint" ]; }
 if is_done; then

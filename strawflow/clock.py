@@ -30,6 +30,16 @@ def wall_time() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
+def wall_ms() -> int:
+    """Return UTC wall time for display, milliseconds since 1970."""
+    return time.time_ns() // 1_000_000
+
+
+def shown(at_ms: int) -> str:
+    """Return milliseconds since 1970 as `wall_time` writes them."""
+    return datetime.fromtimestamp(at_ms / 1000, UTC).isoformat(timespec="milliseconds")
+
+
 @dataclass(frozen=True)
 class TrustedUntil:
     """How long a worker may trust a lease it asked for: request start + ttl - margin.

@@ -76,6 +76,8 @@ class RolloutSection(Section):
     max_response_tokens: int = Field(default=256, ge=1)
     max_staleness: int = Field(default=0, ge=0)
     """How many steps the weights that sample a batch may lag behind the weights it is applied to."""
+    max_backlog: int = Field(default=0, ge=0)
+    """No further training group is leased while so many are leased or wait for the trainer; 0: no bound of its own."""
     units_in_flight: int = Field(default=32, ge=1)
     """Prompt groups one worker holds at a time."""
     reward: str = "exact"
@@ -132,6 +134,28 @@ class LeaseSection(Section):
     """How long after its expiry a session is still left alone."""
 
 
+class StorageSection(Section):
+    sweep_grace_s: float = Field(default=3600.0, ge=0)
+    """How long a file that nothing names is left alone; longer than any reader holds on to a place it looked up."""
+    keep_checkpoints: int = Field(default=0, ge=0)
+    """Newest checkpoints whose files retention keeps; 0: all. The newest, pinned ones and those a branch starts from
+    always stay."""
+    keep_checkpoints_every: int = Field(default=0, ge=0)
+    """Checkpoints of every so many steps stay too; 0: none for that."""
+    keep_weights_every: int = Field(default=0, ge=0)
+    """Weights of every so many steps stay beside the newest trainer.keep_weights; 0: none for that."""
+    keep_steps: int = Field(default=0, ge=0)
+    """Batches, trajectories and unit rows of steps further behind their consumer's position may go; 0: kept for ever."""
+    receipt_age_s: float = Field(default=604800.0, ge=3600)
+    """Receipts of submissions are kept so long: longer than a submission may be repeated."""
+    event_age_s: float = Field(default=604800.0, ge=0)
+    """Older events are moved from the index to packs; 0: never."""
+    quota_bytes: int = Field(default=0, ge=0)
+    """Most bytes the run's folder may take; 0: no bound."""
+    min_free_bytes: int = Field(default=1073741824, ge=0)
+    """Free space below which nothing is admitted or claimed, at most 5 % of the disk; below its half nothing is written."""
+
+
 class SamplingProfile(BaseModel):
     """Resolved sampling settings of one kind of unit."""
 
@@ -154,6 +178,7 @@ class RunConfig(Section):
     trainer: TrainerSection = TrainerSection()
     eval: EvalSection = EvalSection()
     lease: LeaseSection = LeaseSection()
+    storage: StorageSection = StorageSection()
 
     @property
     def total_steps(self) -> int:

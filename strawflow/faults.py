@@ -2,7 +2,8 @@
 
 1. Without STRAWFLOW_FAULT in the environment `at` does nothing but check the name.
 2. STRAWFLOW_FAULT is `name[:nth][:action]`; nth counts this process's hits of that name from 1 (default 1), and the
-   action is taken at exactly that hit: `kill` (SIGKILL to oneself, the default), `raise` or `hang`.
+   action is taken at exactly that hit: `kill` (SIGKILL to oneself, the default), `raise`, `hang`, or `stop` (SIGSTOP to
+   oneself: on SIGCONT the process goes on from there, as a zombie does).
 3. Every name is registered in POINTS; an unknown one raises, in a call and in the variable alike.
 4. This module knows nothing of what the points stand between; architecture section 6 draws that.
 """
@@ -19,7 +20,7 @@ from strawflow.errors import ConfigError
 
 VARIABLE = "STRAWFLOW_FAULT"
 
-ACTIONS = frozenset({"kill", "raise", "hang"})
+ACTIONS = frozenset({"kill", "raise", "hang", "stop"})
 
 POINTS: frozenset[str] = frozenset(
     {
@@ -39,6 +40,14 @@ POINTS: frozenset[str] = frozenset(
         "rollout.before_complete",
         "assemble.before_plan",
         "enqueue.before_commit",
+        "journal.after_entry",  # a change's journal entry durable, its transaction not begun
+        "rebuild.before_commit",  # the new index filled, its transaction not committed
+        "sweep.before_unlink",  # [G] pack condemned, its file still there
+        "sweep.after_unlink",  # [H] file gone, its row still there
+        "compact.before_commit",  # copies durable, every extent still named where it was
+        "compact.after_commit",  # extents moved, the old pack condemned
+        "retain.before_files",  # the row says that the files are removed, they are still there
+        "retain.before_commit",  # retired rows durable in a pack, still in the index too
     }
 )
 
@@ -115,4 +124,7 @@ def _act(spec: FaultSpec) -> None:
     os.write(2, f"fault point {spec.name}, hit {spec.nth}: {spec.action}\n".encode())
     if spec.action == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    if spec.action == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return
     threading.Event().wait()

@@ -22,8 +22,9 @@ class Extent:
     `digests` holds an xxh3-128 (16 bytes, big endian) of every 4 MiB block of the message's bytes.
     """
 
-    extent_id: str
-    pack_id: str
+    extent_id: int
+    """Given by the index; 0 until it has named the extent."""
+    pack_id: int
     kind: str
     path: str
     """Relative to the run's root."""
@@ -31,6 +32,11 @@ class Extent:
     length: int
     num_rows: int
     digests: bytes
+
+    @property
+    def place(self) -> str:
+        """How messages name it, whether or not the index has."""
+        return f"the extent at byte {self.offset} of {self.path}"
 
 
 @dataclass(frozen=True)

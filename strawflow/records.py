@@ -69,6 +69,31 @@ TRAJECTORY = _schema(
     ],
 )
 
+CONTINUATION = _schema(
+    "continuation",
+    1,
+    [
+        # One row is one member of a parked group; status may also be partial (no token yet: an empty response).
+        *TRAJECTORY,
+        pa.field("environment", pa.large_binary()),  # state the member's environment goes on from
+    ],
+)
+
+JOURNAL = _schema(
+    "journal",
+    1,
+    [
+        # One row is one change of the run that its packs alone would not tell.
+        _required(
+            "entry", pa.string()
+        ),  # segment, admission, drop, plan, checkpoint, weights, branch, consumer
+        _required("branch_id", pa.string()),
+        _required("incarnation", pa.int64()),
+        _required("at_ms", pa.int64()),  # wall time, milliseconds since 1970
+        _required("body", pa.large_string()),  # JSON object, by kind of entry: see flow.journal
+    ],
+)
+
 BATCH = _schema(
     "batch",
     1,
@@ -120,9 +145,91 @@ PLAN = _schema(
     ],
 )
 
-SCHEMAS: dict[str, pa.Schema] = {"prompt": PROMPT, "trajectory": TRAJECTORY, "batch": BATCH, "plan": PLAN}
+TENSOR = _schema(
+    "tensor",
+    1,
+    [
+        # One row is at most 4 MiB of one array in C order; the rows of an extent lie next to each other in its message.
+        # An array of several extents has a first one whose rows say what each of the others holds, without data.
+        _required("tensor_id", pa.string()),
+        _required("row_start", pa.int64()),  # row of the array's first axis
+        _required("row_count", pa.int64()),  # 0 when it goes on with the row that the one before began
+        _required("dtype", pa.string()),  # numpy's name, or bfloat16 and the like, stored as bits
+        _required("shape", pa.list_(pa.int64())),  # of the whole array
+        _required("data", pa.large_binary()),  # little endian
+    ],
+)
 
-COMPRESSION: dict[str, str | None] = {"prompt": "zstd", "trajectory": "lz4", "batch": None, "plan": "zstd"}
+HISTORY = _schema(
+    "history",
+    1,
+    [
+        # One row is one unit that left the index: what it was, and what became of it for each consumer.
+        _required("branch_id", pa.string()),
+        _required("unit_id", pa.int64()),
+        _required("purpose", pa.string()),
+        _required("profile", pa.string()),
+        _required("segment_id", pa.int64()),
+        _required("epoch", pa.int32()),
+        _required("position", pa.int64()),
+        _required("state", pa.string()),  # completed or failed
+        _required("fence", pa.int64()),
+        _required("seq", pa.int64()),
+        _required("attempts", pa.int32()),
+        _required("crashes", pa.int32()),
+        _required("parks", pa.int32()),
+        _required("requeues", pa.int32()),
+        pa.field("last_error", pa.large_string()),
+        pa.field("version_step", pa.int64()),
+        pa.field("mean_reward", pa.float64()),
+        pa.field("num_tokens", pa.int32()),
+        # Parallel lists, one item for each consumer.
+        _required("consumers", pa.list_(pa.string())),
+        _required("outcomes", pa.list_(pa.string())),  # trained or dropped
+        _required("reasons", pa.list_(pa.string())),  # null where trained
+        _required("steps", pa.list_(pa.int64())),  # the step that was being planned
+        _required("batch_ids", pa.list_(pa.int64())),  # null where dropped outside any batch
+        _required("retired_at_ms", pa.int64()),  # wall time, milliseconds since 1970
+    ],
+)
+
+EVENT = _schema(
+    "event",
+    1,
+    [
+        # One row is one event of the index's log that grew old there.
+        _required("event_id", pa.int64()),
+        _required("at_ms", pa.int64()),
+        _required("name", pa.string()),
+        pa.field("session_id", pa.string()),
+        pa.field("unit_id", pa.int64()),
+        _required("facts", pa.large_string()),  # JSON object
+    ],
+)
+
+SCHEMAS: dict[str, pa.Schema] = {
+    "prompt": PROMPT,
+    "trajectory": TRAJECTORY,
+    "continuation": CONTINUATION,
+    "batch": BATCH,
+    "plan": PLAN,
+    "journal": JOURNAL,
+    "tensor": TENSOR,
+    "history": HISTORY,
+    "event": EVENT,
+}
+
+COMPRESSION: dict[str, str | None] = {
+    "prompt": "zstd",
+    "trajectory": "lz4",
+    "continuation": "lz4",
+    "batch": None,
+    "plan": "zstd",
+    "journal": "zstd",
+    "tensor": None,
+    "history": "zstd",
+    "event": "zstd",
+}
 """Buffer compression per kind: what is read once a step stays raw, what is kept for reading later is squeezed."""
 
 

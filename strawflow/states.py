@@ -12,12 +12,14 @@ from enum import StrEnum
 
 class UnitState(StrEnum):
     READY = "ready"
-    """Entered by admit, release, rescue, fail (attempts left), retry, requeue; left by claim. A crash here means nothing."""
+    """Entered by admit, park, release, rescue, fail (attempts left), retry, requeue, reopen; left by claim. A crash here means
+    nothing."""
     LEASED = "leased"
-    """Entered by claim; left by complete, fail, release or, once the session expired, rescue. A crash: rescued later."""
+    """Entered by claim; left by complete, park, fail, release or, once the session expired, rescue. A crash: rescued
+    later."""
     COMPLETED = "completed"
-    """Entered by complete, with its trajectories named in the same transaction; left by requeue only (a sample whose
-    weights no longer belong to the branch). What consumers did with it lies in `assignments`."""
+    """Entered by complete, with its trajectories named in the same transaction; left by requeue (a sample whose weights no
+    longer belong to the branch) and reopen (damaged, and trained by nobody). What consumers did with it lies in `assignments`."""
     FAILED = "failed"
     """Entered by fail or rescue after max_attempts, with the last error; left by retry (an operator)."""
 
@@ -28,7 +30,7 @@ class PackState(StrEnum):
     SEALED = "sealed"
     """An ordinary Arrow IPC file with a footer; left by condemn."""
     CONDEMNED = "condemned"
-    """Names no live row any more; the file may be gone at any moment."""
+    """No row and no pin names it any more, and none ever will again; its file goes once references have aged out."""
 
 
 class SessionState(StrEnum):
@@ -44,7 +46,9 @@ class BatchState(StrEnum):
     PLANNED = "planned"
     """Entered by assemble; replayed from here after any crash until a checkpoint covers it."""
     TRAINED = "trained"
-    """Entered in the transaction that commits the checkpoint covering its step."""
+    """Entered in the transaction that commits the checkpoint covering its step; left by retire."""
+    RETIRED = "retired"
+    """Its packed rows were given up by retention; plan, counts and digest stay."""
 
 
 class WeightState(StrEnum):
@@ -60,6 +64,7 @@ TRANSITIONS: frozenset[tuple[str, StrEnum, StrEnum]] = frozenset(
     {
         ("claim", UnitState.READY, UnitState.LEASED),
         ("complete", UnitState.LEASED, UnitState.COMPLETED),
+        ("park", UnitState.LEASED, UnitState.READY),
         ("release", UnitState.LEASED, UnitState.READY),
         ("rescue", UnitState.LEASED, UnitState.READY),
         ("rescue", UnitState.LEASED, UnitState.FAILED),
@@ -67,12 +72,14 @@ TRANSITIONS: frozenset[tuple[str, StrEnum, StrEnum]] = frozenset(
         ("fail", UnitState.LEASED, UnitState.FAILED),
         ("retry", UnitState.FAILED, UnitState.READY),
         ("requeue", UnitState.COMPLETED, UnitState.READY),
+        ("reopen", UnitState.COMPLETED, UnitState.READY),
         ("seal", PackState.OPEN, PackState.SEALED),
         ("condemn", PackState.OPEN, PackState.CONDEMNED),
         ("condemn", PackState.SEALED, PackState.CONDEMNED),
         ("end", SessionState.LIVE, SessionState.ENDED),
         ("lose", SessionState.LIVE, SessionState.LOST),
         ("checkpoint", BatchState.PLANNED, BatchState.TRAINED),
+        ("retire", BatchState.TRAINED, BatchState.RETIRED),
         ("resume", WeightState.PUBLISHED, WeightState.DEAD),
         ("supersede", WeightState.DEAD, WeightState.SUPERSEDED),
     }

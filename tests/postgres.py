@@ -1,7 +1,9 @@
 """A private PostgreSQL server for the tests: one per test session, a fresh database per test.
 
 1. Absent binaries are an error, never a skip.
-2. It listens on a unix socket in its own folder only, syncs nothing, and dies with the process that started it.
+2. It listens on a unix socket in its own folder only, syncs nothing unless asked to, and dies with the process that started
+   it.
+3. A server that syncs may be killed and started again: what it acknowledged is still there.
 """
 
 from __future__ import annotations
@@ -30,9 +32,22 @@ class PostgresServer:
 
     folder: Path
     port: int = 5432
+    syncs: bool = False
 
     def __post_init__(self) -> None:
         self._numbers = count()
+        self.as_user = _as_ordinary_user(self.folder)
+        self._process: subprocess.Popen[str] | None = None
+
+    def start(self) -> None:
+        """Start it on its data folder and wait until it takes connections."""
+        self._process = _start(self.folder, self.as_user, syncs=self.syncs)
+
+    def stop(self, how: signal.Signals) -> None:
+        """Signal the server (SIGKILL; SIGQUIT: at once; SIGINT: fast, rolling back what runs) and wait for its end."""
+        if self._process is not None:
+            self._process.send_signal(how)
+            self._process.wait(timeout=60)
 
     def connect(self, database: str = "postgres") -> psycopg.Connection:
         return psycopg.connect(
@@ -57,17 +72,16 @@ def binaries() -> Path:
 
 
 @contextmanager
-def running_server() -> Iterator[PostgresServer]:
+def running_server(*, syncs: bool = False) -> Iterator[PostgresServer]:
     """Start a server in a temporary folder; it and the folder are gone at the end."""
     folder = Path(
         tempfile.mkdtemp(prefix="strawflow-pg-", dir="/tmp")
     )  # short: a socket path has 107 characters
-    as_user = _as_ordinary_user(folder)
-    process: subprocess.Popen[str] | None = None
+    server = PostgresServer(folder, syncs=syncs)
     try:
         subprocess.run(
             [
-                *as_user,
+                *server.as_user,
                 str(binaries() / "initdb"),
                 "-D",
                 str(folder / "data"),
@@ -81,30 +95,27 @@ def running_server() -> Iterator[PostgresServer]:
             capture_output=True,
             cwd=folder,
         )
-        process = _start(folder, as_user)
-        yield PostgresServer(folder)
+        server.start()
+        yield server
     finally:
         try:
-            if process is not None:
-                process.send_signal(signal.SIGQUIT)  # at once: nothing in it is wanted any more
-                process.wait(timeout=60)
+            server.stop(signal.SIGQUIT)  # at once: nothing in it is wanted any more
         finally:
             shutil.rmtree(folder)
 
 
-def _start(folder: Path, as_user: list[str]) -> subprocess.Popen[str]:
+def _start(folder: Path, as_user: list[str], *, syncs: bool) -> subprocess.Popen[str]:
     settings = {
         "listen_addresses": "",
         "unix_socket_directories": str(folder),
-        "fsync": "off",
-        "synchronous_commit": "off",
-        "full_page_writes": "off",
         "shared_buffers": "16MB",
-        "max_connections": "50",
+        "max_connections": "200",
+        **({} if syncs else {"fsync": "off", "synchronous_commit": "off", "full_page_writes": "off"}),
     }
     options = [part for name, value in settings.items() for part in ("-c", f"{name}={value}")]
     process = subprocess.Popen(
         [*as_user, str(binaries() / "postgres"), "-D", str(folder / "data"), *options],
+        stdout=subprocess.DEVNULL,  # a backend whose postmaster was killed may write a prompt
         stderr=subprocess.PIPE,
         cwd=folder,
         text=True,

@@ -16,7 +16,21 @@ from typing import Annotated
 import typer
 
 import strawflow
-from strawflow.cli import batch, enqueue, events, index, quickstart, replay, resume, run, status, unit, worker
+from strawflow.cli import (
+    batch,
+    branch,
+    enqueue,
+    events,
+    index,
+    quickstart,
+    replay,
+    resume,
+    run,
+    status,
+    storage,
+    unit,
+    worker,
+)
 from strawflow.cli.group import QuickGroup
 from strawflow.cli.output import print_error, print_json
 from strawflow.errors import InvalidInputError, StrawflowError
@@ -37,10 +51,12 @@ app.command()(enqueue.enqueue)
 app.add_typer(worker.app, name="worker")
 app.command()(resume.resume)
 app.command()(status.status)
+app.add_typer(branch.app, name="branch")
 app.add_typer(batch.app, name="batch")
 app.add_typer(unit.app, name="unit")
 app.command()(replay.replay)
 app.add_typer(index.app, name="index")
+app.add_typer(storage.app, name="storage")
 app.command()(events.events)
 
 

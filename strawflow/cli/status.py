@@ -104,6 +104,8 @@ def _lines(s: RunStatus) -> list[Any]:
             else f"{len(s.checkpoints)}, newest {last.checkpoint_id} ({last.created_at})",
         )
     )
+    if s.shortage is not None:
+        facts.append(("STORAGE", f"nothing is admitted or claimed: {s.shortage}"))
     facts.append(("disk", ", ".join(f"{name} {size(used)}" for name, used in s.disk_bytes.items())))
     return [Text.assemble((f"{name:<12} ", "dim"), value) for name, value in facts]
 

@@ -112,6 +112,29 @@ def retry(
         print(f"{len(retried)} units are ready again" if retried else "no failed unit to retry")
 
 
+@app.command()
+def release(
+    run: RunArgument,
+    worker: Annotated[
+        str, typer.Option("--worker", help="Session whose units are given back (`strawflow worker list`).")
+    ],
+    force: Annotated[
+        bool, typer.Option("--force", help="Also if it seems to live; what it hands in later is refused.")
+    ] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Give back what a dead worker holds, at once; refused for one that lives. Same as `worker fence`."""
+    from strawflow.cli import output
+    from strawflow.flow.fence import fence
+
+    with opened(run) as found:
+        num_units = fence(found, worker, force=force)
+    if as_json:
+        output.print_json({"worker": worker, "released": num_units})
+    else:
+        print(f"{num_units} units are ready again")
+
+
 def _print(detail: UnitDetail) -> None:
     from strawflow.cli import output
 
@@ -120,6 +143,8 @@ def _print(detail: UnitDetail) -> None:
         f"unit {u.unit_id}: {u.purpose}, {u.state}, fence {u.fence}, {u.attempts} attempts, {u.crashes} crashes, "
         f"epoch {u.epoch}, row {u.position} of segment {u.segment_id}"
     )
+    if detail.is_retired:
+        print("retired: it left the index, this is what the history holds of it; its trajectories are gone")
     if u.session_id:
         print(f"leased to {u.session_id}")
     if u.last_error:

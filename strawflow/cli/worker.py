@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -35,7 +35,11 @@ NEEDS: dict[str, tuple[tuple[str, str], ...]] = {
 """Per verb: modules that must be there, and the extra that brings each."""
 
 # --json on a worker decides how an error before its start is told; the worker itself logs.
-app = typer.Typer(cls=QuickGroup, help="Run one worker of a run in this process.", no_args_is_help=True)
+app = typer.Typer(
+    cls=QuickGroup,
+    help="Run one worker of a run in this process; list and fence those of a run.",
+    no_args_is_help=True,
+)
 
 
 def replace_by_worker(verb: str, arguments: Sequence[str]) -> NoReturn:
@@ -100,3 +104,63 @@ def assemble(run: RunArgument, as_json: JsonFlag = False) -> None:
 def train(run: RunArgument, as_json: JsonFlag = False) -> None:
     """Train planned batches in order, checkpoint, publish weights."""
     replace_by_worker("train", [str(existing_run(run))])
+
+
+@app.command("list")
+def list_workers(
+    run: RunArgument,
+    all_of_them: Annotated[
+        bool, typer.Option("--all", help="Also those that ended or were lost, newest last.")
+    ] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """List worker sessions: where each runs, how long its lease still holds, what it holds."""
+    from strawflow.cli import output
+    from strawflow.cli.options import opened
+    from strawflow.flow.fence import workers_of
+
+    with opened(run) as found:
+        listed = workers_of(found, live_only=not all_of_them)
+    if as_json:
+        output.print_json(listed)
+        return
+    output.print_table(
+        ("session", "kind", "host", "pid", "state", "process", "lease left", "units", "role"),
+        [
+            (
+                w.session_id,
+                w.kind,
+                w.host,
+                w.pid,
+                w.state,
+                w.process,
+                f"{w.expires_in_s:.0f} s" if w.state == "live" else "-",
+                w.num_units,
+                ", ".join(w.roles) or "-",
+            )
+            for w in listed
+        ],
+        empty="no workers",
+    )
+
+
+@app.command()
+def fence(
+    run: RunArgument,
+    session: Annotated[str, typer.Argument(help="Id of the worker session (`strawflow worker list`).")],
+    force: Annotated[
+        bool, typer.Option("--force", help="Also if it seems to live; what it hands in later is refused.")
+    ] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Declare a worker lost at once: its units are ready again, its roles free, its late writes refused."""
+    from strawflow.cli import output
+    from strawflow.cli.options import opened
+    from strawflow.flow.fence import fence as fence_worker
+
+    with opened(run) as found:
+        num_units = fence_worker(found, session, force=force)
+    if as_json:
+        output.print_json({"worker": session, "released": num_units})
+    else:
+        print(f"{session} is fenced off; {num_units} units are ready again")

@@ -1,17 +1,28 @@
 """Admission: turn prompts into ready units and move the dataset cursor, in one transaction.
 
+    cursor read ▸ ids taken ▸ journal entry durable ▸ transaction(units, cursor)
+
+1. What is admitted follows from the cursor that was read; the transaction asks whether it still stands there, and if another
+   worker moved it the admission is planned anew.
+2. Unit ids grow in the order of admission; ids that were taken for a refused admission leave a gap.
+
 How far admission may run ahead is bounded by staleness: step s is applied to weights of step s - 1, so with weights w
 the newest published and a lag of at most m, groups of steps up to w + 1 + m may be sampled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from strawflow import config as configuration
+from strawflow.errors import ConflictError
+from strawflow.flow import journal, quota
+from strawflow.flow.journal import Entry, EntryKind
 from strawflow.flow.order import place_in_epoch
 from strawflow.flow.run import Run
+from strawflow.flow.session import WorkerSession
 from strawflow.index import consumers, datasets, events, units, weights
 from strawflow.index.datasets import Cursor, Segment
 from strawflow.index.engine import Connection
@@ -25,23 +36,16 @@ EVAL_PRIORITY = 10
 """Version-bound units come first: the engine may not move on to newer weights before they are answered."""
 
 
-def admit_due(run: Run) -> int:
+Limits = Callable[[Connection], list[tuple[str, str, int]]]
+"""Returns (dataset, profile, how many of it may have been admitted by now)."""
+
+
+def admit_due(session: WorkerSession) -> int:
     """Admit every group that staleness allows now; returns how many were admitted. Safe to call from any worker.
 
     A unit dropped outside any batch is owed a replacement of its purpose.
     """
-    with run.index.read() as connection:
-        # Almost always there is nothing to do: look before taking the write lock.
-        if all(
-            datasets.num_admitted(connection, run.branch, dataset_id) >= limit
-            for dataset_id, _, limit in _limits(connection, run)
-        ):
-            return 0
-    with run.index.begin() as connection:
-        return sum(
-            _admit_up_to(connection, run, dataset_id, profile, limit=limit)
-            for dataset_id, profile, limit in _limits(connection, run)
-        )
+    return _admit(session, lambda connection: _limits(connection, session.run))
 
 
 def _limits(connection: Connection, run: Run) -> list[tuple[str, str, int]]:
@@ -64,15 +68,42 @@ def _limits(connection: Connection, run: Run) -> list[tuple[str, str, int]]:
     return limits
 
 
-def admit_evaluation(connection: Connection, run: Run, *, version_id: str, step: int) -> int:
-    """Admit every held-out prompt once per evaluation profile, bound to one weight version.
+def admit_more(
+    session: WorkerSession, *, count: int, dataset_id: str = PROMPTS, profile: str = "train"
+) -> int:
+    """Admit the next `count` prompts in epoch order, running into further epochs; returns how many were admitted.
 
-    Runs inside the transaction that publishes the version, so that no engine can pass it by. Idempotent per step.
+    For a run whose trainer is not ours: nothing bounds it but the caller. 0 when the dataset is empty.
     """
+    branch = session.run.branch
+    return _admit(
+        session,
+        lambda connection: [
+            (dataset_id, profile, datasets.num_admitted(connection, branch, dataset_id) + count)
+        ],
+    )
+
+
+def evaluation_units(connection: Connection, run: Run, *, version_id: str, step: int) -> list[NewUnit]:
+    """Return every held-out prompt once per evaluation profile, bound to one weight version; empty if the step has them.
+
+    They are admitted in the transaction that publishes the version, so that no engine can pass it by.
+    """
+    if step not in steps_with_evaluation(run.config):
+        return []
     if units.has_epoch(connection, run.branch, purpose="eval", epoch=step):
-        return 0
-    profiles = ["eval_sampled"] + (["eval_greedy"] if run.config.eval.greedy else [])
-    new = [
+        return []
+    return evaluation_of(
+        run.config, datasets.segments_of(connection, HELD_OUT), version_id=version_id, step=step
+    )
+
+
+def evaluation_of(
+    config: configuration.RunConfig, segments: Sequence[Segment], *, version_id: str, step: int
+) -> list[NewUnit]:
+    """Return the evaluation of a version over these segments, in the order of their unit ids."""
+    profiles = ["eval_sampled"] + (["eval_greedy"] if config.eval.greedy else [])
+    return [
         NewUnit(
             purpose="eval",
             profile=profile,
@@ -82,37 +113,119 @@ def admit_evaluation(connection: Connection, run: Run, *, version_id: str, step:
             required_version_id=version_id,
             priority=EVAL_PRIORITY,
         )
-        for segment in datasets.segments_of(connection, HELD_OUT)
+        for segment in segments
         for position in range(segment.num_rows)
         for profile in profiles
     ]
-    if not new:
-        return 0
-    units.admit(connection, run.branch, new)
-    events.record(connection, "evaluation.admitted", version_id=version_id, step=step, num_units=len(new))
-    return len(new)
 
 
-def _admit_up_to(connection: Connection, run: Run, dataset_id: str, profile: str, *, limit: int) -> int:
-    segments = datasets.segments_of(connection, dataset_id)
+@dataclass(frozen=True)
+class _Admission:
+    """Units about to be admitted from one dataset, as follows from the cursor that was read."""
+
+    profile: str
+    before: Cursor
+    after: Cursor
+    units: list[NewUnit]
+    num_segments: int
+    """Of the dataset when the cursor was read."""
+    read: list[list[Any]]
+    """[segment_seq, rows, digest of the first extent] of the segments the units are from."""
+
+    def entry(self, run: Run, *, first_id: int) -> Entry:
+        body = {
+            "dataset": self.before.dataset_id,
+            "profile": self.profile,
+            "purpose": self.units[0].purpose,
+            "before": cursor_fields(self.before),
+            "after": cursor_fields(self.after),
+            "first_unit_id": first_id,
+            "count": len(self.units),
+            "num_segments": self.num_segments,
+            "read": self.read,
+        }
+        return Entry(EntryKind.ADMISSION, run.branch, body)
+
+
+def cursor_fields(cursor: Cursor) -> list[int]:
+    """Return a cursor as the journal holds it."""
+    return [cursor.version, cursor.epoch, cursor.segment_seq, cursor.position, cursor.num_admitted]
+
+
+def _admit(session: WorkerSession, limits: Limits) -> int:
+    run = session.run
+    while True:
+        with run.index.read() as connection:  # almost always there is nothing to do
+            planned = [
+                admission
+                for dataset_id, profile, limit in limits(connection)
+                if (admission := _planned(connection, run, dataset_id, profile, limit=limit)) is not None
+            ]
+        if not planned or quota.gauge(run).watch():
+            return 0
+        with run.index.begin() as connection:
+            first_id = units.take_ids(connection, sum(len(admission.units) for admission in planned))
+        try:
+            return _commit(session, planned, first_id, limits)
+        except ConflictError:
+            continue  # another worker admitted meanwhile: each round lost is one that another won
+
+
+def _planned(
+    connection: Connection, run: Run, dataset_id: str, profile: str, *, limit: int
+) -> _Admission | None:
+    before = datasets.cursor(connection, run.branch, dataset_id)
+    wanted = limit - before.num_admitted
+    segments = datasets.segments_of(connection, dataset_id) if wanted > 0 else []
     if not segments:
-        return 0
-    cursor = datasets.cursor_for_update(connection, run.branch, dataset_id)
-    wanted = limit - cursor.num_admitted
-    if wanted <= 0:
-        return 0
+        return None
     purpose = run.config.profiles()[profile].purpose
-    new, moved = take_rows(
-        cursor,
+    new, after = take_rows(
+        before,
         segments,
         wanted,
         seed=run.config.run.seed,
         make=lambda segment_id, epoch, position: NewUnit(purpose, profile, segment_id, epoch, position),
     )
-    units.admit(connection, run.branch, new)
-    datasets.move_cursor(connection, run.branch, moved, expected_version=cursor.version)
-    events.record(connection, "units.admitted", dataset_id=dataset_id, num_units=len(new), epoch=moved.epoch)
-    return len(new)
+    used = {unit.segment_id for unit in new}
+    read = [
+        [s.segment_seq, s.num_rows, datasets.first_digest(connection, s.segment_id).hex()]
+        for s in segments
+        if s.segment_id in used
+    ]
+    return _Admission(profile, before, after, new, len(segments), read)
+
+
+def _commit(session: WorkerSession, planned: Sequence[_Admission], first_id: int, limits: Limits) -> int:
+    run = session.run
+    firsts = [first_id]
+    for admission in planned:
+        firsts.append(firsts[-1] + len(admission.units))
+    entries = [
+        admission.entry(run, first_id=first) for admission, first in zip(planned, firsts, strict=False)
+    ]
+    with journal.recorded(session, entries) as record, run.index.begin() as connection:
+        record.name(connection)
+        units.require_unused(connection, first_id)
+        allowed = {(dataset_id, profile): limit for dataset_id, profile, limit in limits(connection)}
+        for admission, first in zip(planned, firsts, strict=False):
+            dataset_id = admission.before.dataset_id
+            held = datasets.cursor_for_update(connection, run.branch, dataset_id)
+            limit = allowed.get((dataset_id, admission.profile), 0)
+            if held.version != admission.before.version or admission.after.num_admitted > limit:
+                raise ConflictError("the dataset cursor was moved meanwhile", dataset_id=dataset_id)
+            units.admit(connection, run.branch, admission.units, first_id=first)
+            datasets.move_cursor(
+                connection, run.branch, admission.after, expected_version=admission.before.version
+            )
+            events.record(
+                connection,
+                "units.admitted",
+                dataset_id=dataset_id,
+                num_units=len(admission.units),
+                epoch=admission.after.epoch,
+            )
+    return firsts[-1] - first_id
 
 
 def take_rows(

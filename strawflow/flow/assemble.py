@@ -7,24 +7,34 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import xxhash
 
 from strawflow import faults
 from strawflow.errors import ConflictError, NotFoundError
+from strawflow.flow import journal
+from strawflow.flow.journal import Entry, EntryKind
+from strawflow.flow.placed import read_extents
 from strawflow.flow.run import Run
 from strawflow.flow.session import WorkerSession
-from strawflow.ids import Extent
-from strawflow.index import batches, consumers, events, packs, units, weights
+from strawflow.ids import Extent, RowRange
+from strawflow.index import batches, consumers, events, leases, packs, units, weights
 from strawflow.index.batches import Batch, MicroBatchPlace, NewBatch
 from strawflow.index.consumers import Assignment, Role
 from strawflow.index.engine import Connection
 from strawflow.index.units import Unit
 
+log = logging.getLogger(__name__)
+
 NO_DIGEST = "0" * 32
+UNIT_FAILED = "unit_failed"
+"""Why a unit is dropped that used up its attempts."""
 
 
 @dataclass(frozen=True)
@@ -60,14 +70,20 @@ class BatchPlan:
     max_staleness: int
     version_ids: frozenset[str] = frozenset()
     """Weight versions that sampled any of its tokens."""
+    records: Sequence[RowRange] = ()
+    """Trajectory rows that the batch is made of, when it holds them by reference and packs none."""
 
     @property
     def num_sequences(self) -> int:
-        return sum(m.rows.num_rows for m in self.micro_batches)
+        packed: int = sum(m.rows.num_rows for m in self.micro_batches)
+        return packed + sum(r.count for r in self.records)
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(m.rows.column("tokens").values) for m in self.micro_batches)
+        if self.records:
+            return int(pc.sum(self.plan.column("num_tokens")).as_py() or 0)
+        lengths = (pc.sum(pc.list_value_length(m.rows.column("tokens"))).as_py() for m in self.micro_batches)
+        return sum(int(length or 0) for length in lengths)
 
 
 def take_role(session: WorkerSession) -> Role | None:
@@ -118,9 +134,7 @@ def read_trajectories(session: WorkerSession, offered_units: Sequence[Unit]) -> 
         CorruptPackError: stored bytes do not match their checksum.
     """
     ids = {u.unit_id: u.extent_id for u in offered_units if u.extent_id is not None}
-    with session.run.index.read() as connection:
-        placed = packs.find_extents(connection, ids.values())
-    whole = {extent_id: session.reader.read(extent) for extent_id, extent in placed.items()}
+    whole = dict(read_extents(session.run, session.reader, ids.values()))
     return {u.unit_id: whole[ids[u.unit_id]].slice(u.row_start, u.row_count) for u in offered_units}
 
 
@@ -135,16 +149,40 @@ def requeue(session: WorkerSession, role: Role, unit_ids: Sequence[int], *, reas
 
 
 def drop(session: WorkerSession, role: Role, dropped: Sequence[Assignment]) -> None:
-    """Record units as dropped outside any batch, with their reasons; each is owed a replacement."""
-    run = session.run
-    with run.index.begin() as connection:
+    """Record units as dropped outside any batch, with their reasons; each is owed a replacement.
+
+    Raises:
+        LeaseLostError: another session took over as assembler; nothing changed.
+    """
+    if not dropped:
+        return
+    run = replace(session.run, branch=role.branch_id, consumer=role.role.partition(":")[2])
+    entry, planned = _drop_entry(run, role, dropped)
+    with journal.recorded(session, [entry]) as record, run.index.begin() as connection:
         consumers.require_role(connection, role)
-        _drop(connection, run, dropped)
+        record.name(connection)
+        _drop(connection, run, dropped, planned=planned)
 
 
-def _drop(connection: Connection, run: Run, dropped: Sequence[Assignment]) -> None:
+def _drop_entry(run: Run, role: Role, dropped: Sequence[Assignment]) -> tuple[Entry, int]:
+    """Return the entry of drops, and the last step that is planned; the fence tells which attempt was judged."""
+    with run.index.read() as connection:
+        planned = consumers.find(connection, run.branch, run.consumer).planned
+        found = leases.read_back(connection, [a.unit_id for a in dropped])
+    body = {
+        "consumer": run.consumer,
+        "fence": role.fence,
+        "at_step": planned + 1,
+        "units": [[a.epoch, a.unit_id, found[a.unit_id].fence, a.reason] for a in dropped],
+    }
+    return Entry(EntryKind.DROP, run.branch, body), planned
+
+
+def _drop(connection: Connection, run: Run, dropped: Sequence[Assignment], *, planned: int) -> None:
+    if consumers.find(connection, run.branch, run.consumer).planned != planned:
+        raise ConflictError("a batch was planned while units were dropped; judge them again")
     consumers.withdraw(connection, run.branch, run.consumer, [a.unit_id for a in dropped])
-    consumers.assign(connection, run.branch, run.consumer, dropped, batch_id=None)
+    consumers.assign(connection, run.branch, run.consumer, dropped, batch_id=None, at_step=planned + 1)
     for a in dropped:
         events.record(connection, "unit.dropped", unit_id=a.unit_id, reason=a.reason)
 
@@ -153,19 +191,28 @@ def drop_failed(session: WorkerSession, role: Role, *, purpose: str) -> int:
     """Record units that used up their attempts as dropped; returns how many."""
     run = session.run
     with run.index.read() as connection:
-        if not consumers.failed_unassigned(connection, run.branch, run.consumer, purpose=purpose):
-            return 0
-    with run.index.begin() as connection:
-        # Read again under the lock: an operator may have retried one of them meanwhile.
-        consumers.require_role(connection, role)
         failed = consumers.failed_unassigned(connection, run.branch, run.consumer, purpose=purpose)
-        dropped = [Assignment(u.epoch, u.unit_id, "dropped", "unit_failed") for u in failed]
-        _drop(connection, run, dropped)
+    if not failed:
+        return 0
+    dropped = [Assignment(u.epoch, u.unit_id, "dropped", UNIT_FAILED) for u in failed]
+    entry, planned = _drop_entry(run, role, dropped)
+    try:
+        with journal.recorded(session, [entry]) as record, run.index.begin() as connection:
+            consumers.require_role(connection, role)
+            record.name(connection)
+            # Read again under the lock: an operator may have retried one of them meanwhile.
+            again = consumers.failed_unassigned(connection, run.branch, run.consumer, purpose=purpose)
+            if {u.unit_id for u in failed} - {u.unit_id for u in again}:
+                raise ConflictError("a failed unit was retried while it was to be dropped")
+            _drop(connection, run, dropped, planned=planned)
+    except ConflictError as error:
+        log.warning("nothing was dropped, the failed units are looked at again: %s", error)
+        return 0
     return len(dropped)
 
 
 def plan_batch(session: WorkerSession, role: Role, plan: BatchPlan) -> Batch:
-    """Store a batch: packed rows and plan first, then the transaction that makes it step `plan.step`.
+    """Store a batch: packed rows, plan and journal entry first, then the transaction that makes it step `plan.step`.
 
     Raises:
         LeaseLostError: another session took over as assembler; nothing changed.
@@ -175,14 +222,31 @@ def plan_batch(session: WorkerSession, role: Role, plan: BatchPlan) -> Batch:
     run = session.run
     extents = session.packs.append_many("batch", [m.rows for m in plan.micro_batches])
     plan_extent = session.packs.append("plan", plan.plan)
+    with run.index.read() as connection:
+        before = batches.find(connection, run.branch, run.consumer, plan.step - 1)
+        known = batches.find(connection, run.branch, run.consumer, plan.step)
+    previous = NO_DIGEST if before is None else before.digest
+    digest = chain_digest(previous, plan, extents)
+    if known is not None and (known.fence, known.digest) == (role.fence, digest):
+        return known  # a repetition after a lost reply: (step, fence) is its submission id
     faults.at("assemble.before_plan")  # crash here: orphan bytes, named by nothing
-    with run.index.begin() as connection:
+    entry = Entry(
+        EntryKind.PLAN,
+        run.branch,
+        _plan_body(run, role, plan, [*extents, plan_extent], previous=previous, digest=digest),
+    )
+    with journal.recorded(session, [entry]) as record, run.index.begin() as connection:
         consumers.require_role(connection, role)
         if dead := weights.dead_among(connection, plan.version_ids):
             raise ConflictError(f"weights {dead[0]} died while the batch was built; it is built again")
         consumers.advance_planned(connection, run.branch, run.consumer, step=plan.step)
-        before = batches.find(connection, run.branch, run.consumer, plan.step - 1)
-        packs.name_extents(connection, [*extents, plan_extent], session_id=session.session_id)
+        now_before = batches.find(connection, run.branch, run.consumer, plan.step - 1)
+        if (NO_DIGEST if now_before is None else now_before.digest) != previous:
+            raise ConflictError(f"the batch of step {plan.step - 1} was replaced while the next was built")
+        record.name(connection)
+        *extents, plan_extent = packs.name_extents(
+            connection, [*extents, plan_extent], session_id=session.session_id
+        )
         batch_id = batches.insert(
             connection,
             NewBatch(
@@ -196,7 +260,7 @@ def plan_batch(session: WorkerSession, role: Role, plan: BatchPlan) -> Batch:
                 mean_reward=plan.mean_reward,
                 max_staleness=plan.max_staleness,
                 denominators=plan.denominators,
-                digest=chain_digest(NO_DIGEST if before is None else before.digest, plan, extents),
+                digest=digest,
                 plan_extent_id=plan_extent.extent_id,
                 fence=role.fence,
                 places=tuple(
@@ -207,7 +271,9 @@ def plan_batch(session: WorkerSession, role: Role, plan: BatchPlan) -> Batch:
         )
         unit_ids = [a.unit_id for a in plan.assignments]
         consumers.withdraw(connection, run.branch, run.consumer, unit_ids)
-        consumers.assign(connection, run.branch, run.consumer, plan.assignments, batch_id=batch_id)
+        consumers.assign(
+            connection, run.branch, run.consumer, plan.assignments, batch_id=batch_id, at_step=plan.step
+        )
         events.record(
             connection,
             "batch.planned",
@@ -219,11 +285,43 @@ def plan_batch(session: WorkerSession, role: Role, plan: BatchPlan) -> Batch:
         return batches.require(connection, run.branch, run.consumer, plan.step)
 
 
+def _plan_body(
+    run: Run, role: Role, plan: BatchPlan, extents: Sequence[Extent], *, previous: str, digest: str
+) -> dict[str, Any]:
+    """Return a batch as the journal holds it; `extents` are those of its packed rows, then that of its plan."""
+    fates: dict[tuple[int, str, str | None], list[int]] = {}
+    for a in plan.assignments:
+        fates.setdefault((a.epoch, a.outcome, a.reason), []).append(a.unit_id)
+    *packed, planned = extents
+    return {
+        "consumer": run.consumer,
+        "step": plan.step,
+        "fence": role.fence,
+        "previous": previous,
+        "digest": digest,
+        "objective": plan.objective,
+        "num_sequences": plan.num_sequences,
+        "num_tokens": plan.num_tokens,
+        "mean_reward": plan.mean_reward,
+        "max_staleness": plan.max_staleness,
+        "denominators": list(plan.denominators),
+        "plan": journal.extent_ref(planned),
+        "rows": [
+            [m.mini_batch, m.slice, m.micro_batch, journal.extent_ref(extent)]
+            for m, extent in zip(plan.micro_batches, packed, strict=True)
+        ],
+        "fates": [[*fate, unit_ids] for fate, unit_ids in fates.items()],
+    }
+
+
 def chain_digest(previous: str, plan: BatchPlan, extents: Sequence[Extent]) -> str:
-    """Return xxh3-128 over the previous batch's digest, the denominators and the packed bytes' digests."""
+    """Return xxh3-128 over the previous batch's digest, the denominators and the digests of the bytes it is made of."""
     state = xxhash.xxh3_128(previous.encode())
     state.update(repr(plan.denominators).encode())
     for micro_batch, extent in zip(plan.micro_batches, extents, strict=True):
         state.update(f"{micro_batch.mini_batch},{micro_batch.slice},{micro_batch.micro_batch};".encode())
         state.update(extent.digests)
+    for record in plan.records:
+        state.update(f"{record.start},{record.count};".encode())
+        state.update(record.extent.digests)
     return str(state.hexdigest())

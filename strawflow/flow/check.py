@@ -3,18 +3,31 @@
 1. Reads only. Every extent of every pack that is not condemned is read and verified, one at a time.
 2. P1 as a query: every admitted unit is open or has exactly one fate; P2: the cursor counts what was admitted.
 3. A finding is reported, never repaired here; an empty report means all promises held when it was asked.
+4. Damage that is in quarantine and that nothing needs any more is counted, and so are bytes that nothing names: neither is
+   a broken promise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 
-from strawflow.errors import CorruptCheckpointError, CorruptPackError, IncompatibleFormatError, StorageError
+import pyarrow as pa
+
+from strawflow.errors import (
+    CorruptCheckpointError,
+    CorruptPackError,
+    IncompatibleFormatError,
+    StorageError,
+    StrawflowError,
+)
 from strawflow.flow.run import Run
-from strawflow.index import audit, checkpoints, packs, weights
+from strawflow.ids import Extent
+from strawflow.index import audit, checkpoints, liveness, packs, quarantine, weights
 from strawflow.index.packs import Pack
+from strawflow.packs.places import open_place
 from strawflow.packs.reader import PackReader
+from strawflow.packs.scan import list_packs, open_scan
 from strawflow.states import PackState
 from strawflow.weights.verify import verify_checkpoint, verify_weights
 
@@ -36,6 +49,14 @@ class CheckReport:
     num_extents: int = 0
     num_rows: int = 0
     num_bytes: int = 0
+    num_quarantined: int = 0
+    """Damaged extents in quarantine that nothing needs any more."""
+    num_unnamed: int = 0
+    """Messages in packs that no row names: never accepted, or waiting for the sweep."""
+    unnamed_bytes: int = 0
+    num_unnamed_files: int = 0
+    """Files under packs/ that no row names."""
+    unnamed_file_bytes: int = 0
     findings: list[Finding] = field(default_factory=list)
 
     @property
@@ -43,20 +64,77 @@ class CheckReport:
         return not self.findings
 
 
+@dataclass(frozen=True)
+class Looked:
+    """An extent that was read, and the error if that failed."""
+
+    pack: Pack
+    extent: Extent
+    error: StrawflowError | None
+    is_missing: bool = False
+    """Whether the pack's file is not there at all."""
+
+
 def check(run: Run, *, on_pack: Callable[[Pack], None] | None = None) -> CheckReport:
     """Read every live extent and ask every question; `on_pack` hears of each pack before it is read."""
     report = CheckReport()
     _check_rows(run, report)
     with run.index.read() as connection:
-        listed = packs.listed(connection)
-    for pack in listed:
-        if pack.state is PackState.CONDEMNED:
-            continue
+        contained = quarantine.listed(connection)
+    for pack, looks in read_packs(run):
         if on_pack is not None:
             on_pack(pack)
         report.num_packs += 1
-        report.findings += _check_pack(run, pack, report)
+        extents: list[Extent] = []
+        damaged: list[Looked] = []
+        for looked in looks:
+            extents.append(looked.extent)
+            if looked.error is not None:
+                damaged.append(looked)
+            elif looked.extent.extent_id in contained:
+                report.findings.append(_lifted(looked))
+            else:
+                report.num_extents += 1
+                report.num_rows += looked.extent.num_rows
+                report.num_bytes += looked.extent.length
+        report.findings += _damage(run, pack, damaged, contained, report)
+        if not any(looked.is_missing for looked in damaged):
+            report.findings += _check_file(run, pack, extents, report)
+    _count_unnamed_files(run, report)
     return report
+
+
+def read_packs(run: Run) -> Iterator[tuple[Pack, Iterator[Looked]]]:
+    """Yield every pack that is not condemned, and its extents as they are read; nothing is kept of them."""
+    reader = PackReader(run.root)
+    with run.index.read() as connection:
+        listed = packs.listed(connection)
+    try:
+        for pack in listed:
+            if pack.state is not PackState.CONDEMNED:
+                yield pack, _read(run, reader, pack)
+    finally:
+        reader.close()
+
+
+def _read(run: Run, reader: PackReader, pack: Pack) -> Iterator[Looked]:
+    with run.index.read() as connection:
+        extents = packs.extents_of_pack(connection, pack.pack_id)
+    for extent in extents:
+        try:
+            reader.read(extent)
+        except (CorruptPackError, StorageError, IncompatibleFormatError) as error:
+            if _still_lies_there(run, extent):
+                missing = isinstance(error.__cause__, FileNotFoundError)
+                yield Looked(pack, extent, error, is_missing=missing)
+            continue
+        yield Looked(pack, extent, None)
+
+
+def _still_lies_there(run: Run, extent: Extent) -> bool:
+    """Tell whether an extent that could not be read was not just moved, which salvage and compaction do."""
+    with run.index.read() as connection:
+        return any(e == extent for e in packs.extents_of_pack(connection, extent.pack_id))
 
 
 def _check_rows(run: Run, report: CheckReport) -> None:
@@ -88,22 +166,73 @@ def _problem(kind: str, path: str, verify: Callable[[], object]) -> list[Finding
     return []
 
 
-def _check_pack(run: Run, pack: Pack, report: CheckReport) -> Iterator[Finding]:
+def _lifted(looked: Looked) -> Finding:
+    message = "is in quarantine and whole again: `strawflow index quarantine RUN --yes` gives it back"
+    return Finding("extent", str(looked.extent.extent_id), message)
+
+
+def _damage(
+    run: Run,
+    pack: Pack,
+    damaged: list[Looked],
+    contained: Collection[int],
+    report: CheckReport,
+) -> Iterator[Finding]:
+    """Tell what cannot be read; one finding for a file that is gone."""
+    if not damaged:
+        return
     with run.index.read() as connection:
-        extents = packs.extents_of_pack(connection, pack.pack_id)
-    reader = PackReader(run.root)
-    for extent in extents:
-        try:
-            rows = reader.read(extent)
-        except (CorruptPackError, StorageError, IncompatibleFormatError) as error:
-            yield Finding("extent", extent.extent_id, error.message)
-            continue
-        report.num_extents += 1
-        report.num_rows += rows.num_rows
-        report.num_bytes += extent.length
-        if rows.num_rows != extent.num_rows:
-            yield Finding("extent", extent.extent_id, f"holds {rows.num_rows} rows, not {extent.num_rows}")
+        needed = quarantine.needed_among(connection, [looked.extent.extent_id for looked in damaged])
+    told = [
+        looked
+        for looked in damaged
+        if looked.extent.extent_id not in contained or looked.extent.extent_id in needed
+    ]
+    report.num_quarantined += len(damaged) - len(told)
+    if told and all(looked.is_missing for looked in told):
+        yield Finding("pack", pack.path, f"is missing, and {len(told)} extents that are named lie in it")
+        return
+    for looked in told:
+        is_known = " (in quarantine, and needed)" * (looked.extent.extent_id in contained)
+        assert looked.error is not None
+        yield Finding("extent", str(looked.extent.extent_id), looked.error.message + is_known)
+
+
+def _check_file(run: Run, pack: Pack, extents: list[Extent], report: CheckReport) -> Iterator[Finding]:
+    """Ask of the file what no extent alone tells: its footer, as any Arrow reader reads it, and what nothing names."""
     named = sum(extent.num_rows for extent in extents)
     # A sealed pack may hold more rows than are named (the index never took them), never fewer.
     if pack.state is PackState.SEALED and pack.num_rows is not None and named > pack.num_rows:
         yield Finding("pack", pack.path, f"was sealed with {pack.num_rows} rows, {named} are named in it")
+    try:
+        scan = open_scan(open_place(run.root), pack.path)
+        places = scan.places()
+    except (CorruptPackError, StorageError, IncompatibleFormatError) as error:
+        if extents:  # a pack whose writer died before its first message may have no file
+            yield Finding("pack", pack.path, error.message)
+        return
+    offsets = {extent.offset for extent in extents}
+    unnamed = [length for offset, length in places if offset not in offsets]
+    report.num_unnamed += len(unnamed)
+    report.unnamed_bytes += sum(unnamed)
+    if pack.state is not PackState.SEALED:
+        return
+    try:
+        with pa.OSFile(str(run.root / pack.path)) as source, pa.ipc.open_file(source) as file:
+            num_batches = file.num_record_batches
+    except (pa.ArrowException, OSError) as error:
+        yield Finding("pack", pack.path, f"was sealed, and Arrow readers cannot open it: {error}")
+        return
+    if not scan.is_sealed or num_batches != len(places):
+        yield Finding(
+            "pack", pack.path, f"has a footer of {num_batches} record batches, {len(places)} are there"
+        )
+
+
+def _count_unnamed_files(run: Run, report: CheckReport) -> None:
+    # The files are listed first: a row precedes its file.
+    sizes = list_packs(open_place(run.root))
+    with run.index.read() as connection:
+        known = liveness.known_paths(connection, sizes)
+    report.num_unnamed_files = len(sizes.keys() - known)
+    report.unnamed_file_bytes = sum(size for path, size in sizes.items() if path not in known)

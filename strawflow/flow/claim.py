@@ -10,8 +10,14 @@ import pyarrow as pa
 
 from strawflow import faults
 from strawflow.config import SamplingProfile
+from strawflow.flow import quota
+from strawflow.flow.exchange import Submission
+from strawflow.flow.placed import read_extent, read_rows
 from strawflow.flow.session import WorkerSession
-from strawflow.index import datasets, packs, sessions, units
+from strawflow.flow.trajectory import COMPLETE_SEQ, Member, UnitResult
+from strawflow.ids import RowRange, new_id
+from strawflow.index import datasets, leases, packs
+from strawflow.index.leases import Wanted
 from strawflow.index.units import Unit
 
 
@@ -33,6 +39,16 @@ class Grant:
     unit: Unit
     prompt: Prompt
     profile: SamplingProfile
+    continuation: pa.RecordBatch | None = None
+    """What was saved when it was parked, one row per member (schema records.CONTINUATION); None for a fresh one."""
+
+    def result(
+        self, members: Sequence[Member], *, prompt_tokens: Sequence[int] = (), engine: str = ""
+    ) -> UnitResult:
+        """Return what to hand in for this group: its members, the tokens they were sampled after, and who sampled."""
+        return UnitResult(
+            self.unit_id, self.fence, COMPLETE_SEQ, prompt_tokens, members, self.profile, engine
+        )
 
     @property
     def unit_id(self) -> int:
@@ -48,8 +64,8 @@ class PromptShelf:
 
     def __init__(self, session: WorkerSession) -> None:
         self._session = session
-        self._places: dict[int, list[tuple[int, str]]] = {}
-        self._rows: dict[str, pa.RecordBatch] = {}
+        self._places: dict[int, list[tuple[int, int]]] = {}
+        self._columns: dict[int, list[pa.Array]] = {}
 
     def read(self, segment_id: int, position: int) -> Prompt:
         places = self._places.get(segment_id)
@@ -59,17 +75,18 @@ class PromptShelf:
             self._places[segment_id] = places
         at = bisect_right(places, position, key=lambda place: place[0]) - 1
         first_row, extent_id = places[at]
-        row = self._extent(extent_id).slice(position - first_row, 1).to_pylist()[0]
-        return Prompt(row["prompt"], row["prompt_format"], row["label"], row["label_format"], row["metadata"])
+        return Prompt(*(column[position - first_row].as_py() for column in self._extent(extent_id)))
 
-    def _extent(self, extent_id: str) -> pa.RecordBatch:
-        if extent_id not in self._rows:
-            if len(self._rows) >= 64:  # a few MiB each: bounded, and epoch order comes back to them anyway
-                self._rows.clear()
+    def _extent(self, extent_id: int) -> list[pa.Array]:
+        columns = self._columns.get(extent_id)
+        if columns is None:
+            if len(self._columns) >= 64:  # a few MiB each: bounded, and epoch order comes back to them anyway
+                self._columns.clear()
             with self._session.run.index.read() as connection:
                 extent = packs.find_extents(connection, [extent_id])[extent_id]
-            self._rows[extent_id] = self._session.reader.read(extent)
-        return self._rows[extent_id]
+            rows = read_extent(self._session.run, self._session.reader, extent)
+            columns = self._columns[extent_id] = [rows.column(name) for name in Prompt.__dataclass_fields__]
+        return columns
 
 
 def claim(
@@ -86,28 +103,45 @@ def claim(
         LeaseLostError: the session was declared lost.
     """
     run = session.run
+    if quota.gauge(run).watch():
+        return []
     with run.index.read() as connection:  # most calls find nothing: look before taking the write lock
-        if not units.any_ready(connection, run.branch, purposes=purposes):
+        if not leases.any_ready(connection, run.branch, purposes=purposes):
             return []
-    with run.index.begin() as connection:
-        # A session declared lost is never rescued a second time: a lease granted to it would stay for ever.
-        sessions.require_live(connection, session.session_id)
-        claimed = units.claim(
-            connection,
-            run.branch,
-            session.session_id,
-            limit=limit,
-            serving_version_id=serving_version_id,
-            purposes=purposes,
-        )
+    wanted = Wanted(limit, serving_version_id, None if purposes is None else tuple(purposes))
+    answer = session.exchange.submit(Submission(new_id("claim"), wanted=wanted))
     faults.at("rollout.after_claim")
-    profiles = run.config.profiles()
-    return [Grant(u, shelf.read(u.segment_id, u.position), profiles[u.profile]) for u in claimed]
+    return grants_of(session, shelf, answer.granted)
+
+
+def grants_of(session: WorkerSession, shelf: PromptShelf, granted: Sequence[Unit]) -> list[Grant]:
+    """Bring the prompts of granted units along, and what was saved of those that were parked."""
+    profiles = session.run.config.profiles()
+    saved = _saved_progress(session, granted)
+    return [
+        Grant(u, shelf.read(u.segment_id, u.position), profiles[u.profile], saved.get(u.unit_id))
+        for u in granted
+    ]
+
+
+def _saved_progress(session: WorkerSession, granted: Sequence[Unit]) -> dict[int, pa.RecordBatch]:
+    parked = [u for u in granted if u.extent_id is not None]
+    if not parked:
+        return {}
+    with session.run.index.read() as connection:
+        placed = packs.find_extents(connection, [u.extent_id for u in parked if u.extent_id is not None])
+    return {
+        u.unit_id: read_rows(
+            session.run, session.reader, RowRange(placed[u.extent_id], u.row_start or 0, u.row_count or 0)
+        )
+        for u in parked
+        if u.extent_id is not None
+    }
 
 
 def release(session: WorkerSession, grants: Sequence[Grant]) -> int:
     """Give leases back unworked: attempts are refunded."""
     if not grants:
         return 0
-    with session.run.index.begin() as connection:
-        return units.release(connection, session.session_id, [g.unit_id for g in grants])
+    keys = [(g.unit_id, g.fence) for g in grants]
+    return len(session.exchange.submit(Submission(new_id("release"), released=keys)).released)

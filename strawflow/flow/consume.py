@@ -1,28 +1,32 @@
 """Consuming: take the consumer, read planned batches in order, commit checkpoint and position together.
 
-    checkpoint: files durable ▸ [C] ▸ transaction(checkpoint row + consumer position) ▸ [D]
+    checkpoint: files durable ▸ [C] ▸ journal entry durable ▸ transaction(checkpoint row + consumer position) ▸ [D]
 
 C: files without a row are never loaded. D: committed; a restart goes on from it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import pyarrow as pa
 
 from strawflow import clock, faults
-from strawflow.errors import CorruptPackError
+from strawflow.errors import ConflictError, CorruptPackError, NotFoundError
+from strawflow.flow import journal
+from strawflow.flow.journal import Entry, EntryKind
+from strawflow.flow.placed import read_extent
 from strawflow.flow.run import Run
 from strawflow.flow.session import WorkerSession
 from strawflow.ids import checkpoint_id
-from strawflow.index import batches, checkpoints, consumers, events, packs, weights
+from strawflow.index import batches, checkpoints, consumers, datasets, events, packs, weights
 from strawflow.index.batches import Batch, MicroBatchPlace
 from strawflow.index.checkpoints import Checkpoint
 from strawflow.index.consumers import Role
 from strawflow.packs.reader import PackReader
+from strawflow.weights.verify import MANIFEST
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,25 @@ def take_over(session: WorkerSession) -> Resumption | None:
         return Resumption(role, newest)
 
 
+def ensure_consumer(session: WorkerSession, *, purposes: Collection[str]) -> None:
+    """Create the consumer the session is of, unless it exists; it is offered every completed unit of its purposes."""
+    run = session.run
+    with run.index.read() as connection:
+        if any(c.consumer == run.consumer for c in consumers.listed(connection, run.branch)):
+            return
+    body = {"consumer": run.consumer, "purposes": sorted(purposes), "position": 0}
+    entry = Entry(EntryKind.CONSUMER, run.branch, body)
+    with journal.recorded(session, [entry]) as record, run.index.begin() as connection:
+        record.name(connection)
+        consumers.ensure(connection, run.branch, run.consumer, purposes=purposes)
+
+
+def newest_checkpoint(run: Run) -> Checkpoint | None:
+    """Return the newest checkpoint on the branch's line whose files are kept."""
+    with run.index.read() as connection:
+        return checkpoints.newest(connection, run.branch, run.consumer)
+
+
 def batch_of_step(run: Run, step: int) -> Batch | None:
     """Return the planned batch of a step, or None when it is not planned yet."""
     with run.index.read() as connection:
@@ -66,12 +89,17 @@ def read_batch(
 
     Raises:
         CorruptPackError: stored bytes do not match their checksum, or belong to another step.
+        NotFoundError: retention gave the batch's rows up.
     """
     with run.index.read() as connection:
         places = batches.places(connection, batch.batch_id)
+        if not places and batches.is_retired(connection, batch.batch_id):
+            raise NotFoundError(
+                f"the packed rows of step {batch.step} were given up by retention (storage.keep_steps); only its plan is left"
+            )
         placed = packs.find_extents(connection, [p.extent_id for p in places])
     for place in places:
-        rows = reader.read(placed[place.extent_id])
+        rows = read_extent(run, reader, placed[place.extent_id])
         if rows.num_rows and rows.column("step")[0].as_py() != batch.step:
             raise CorruptPackError(
                 f"{placed[place.extent_id].path} holds another step where step {batch.step} should lie",
@@ -87,8 +115,11 @@ def record_step(session: WorkerSession, role: Role, *, step: int, metrics: dict[
         LeaseLostError: another session took over as trainer.
     """
     run = session.run
-    with run.index.begin() as connection:
+    body = {"consumer": run.consumer, "step": step, "fence": role.fence, "metrics": metrics}
+    entry = Entry(EntryKind.STEP, run.branch, body)
+    with journal.recorded(session, [entry]) as record, run.index.begin() as connection:
         consumers.require_role(connection, role)
+        record.name(connection)
         checkpoints.record_step(
             connection, run.branch, run.consumer, step=step, fence=role.fence, metrics=metrics
         )
@@ -99,31 +130,73 @@ def checkpoint_path(role: Role, step: int) -> str:
     return f"checkpoints/{checkpoint_id(role.branch_id, role.fence, step)}"
 
 
+def stands_for(run: Run, role: Role, *, step: int) -> dict[str, Any]:
+    """Return what a checkpoint's manifest says of the place it has in the run, for whoever has the files alone.
+
+    Raises:
+        NotFoundError: no such batch.
+    """
+    with run.index.read() as connection:
+        batch = batches.require(connection, run.branch, run.consumer, step)
+    return {
+        "branch": run.branch,
+        "consumer": run.consumer,
+        "step": step,
+        "fence": role.fence,
+        "batch_digest": batch.digest,
+    }
+
+
+def _require_manifest(run: Run, path: str) -> None:
+    if not (run.root / path / MANIFEST).is_file():
+        raise NotFoundError(
+            f"{run.root / path} has no {MANIFEST}: the checkpoint is not complete; the one before it stays current"
+        )
+
+
 def commit_checkpoint(
     session: WorkerSession, role: Role, *, step: int, previous_step: int, state_digest: str
 ) -> Checkpoint:
     """Commit a checkpoint whose files are durable, together with the consumer position it stands for.
 
+    Its submission id is the checkpoint's own (branch, fence, step): repeating it after a lost reply gives the same
+    answer, other content under it is a conflict.
+
     Raises:
         LeaseLostError: another session took over as trainer; the files stay unnamed.
-        ConflictError: the committed position is not `previous_step`.
+        ConflictError: the committed position is not `previous_step`, or other content was committed under this id.
+        NotFoundError: the folder has no manifest: it is no complete checkpoint.
     """
     run = session.run
     faults.at("checkpoint.after_files")
-    with run.index.begin() as connection:
-        consumers.require_role(connection, role)
+    with run.index.read() as connection:
+        known = checkpoints.find(connection, checkpoint_id(run.branch, role.fence, step))
+        if known is not None:
+            if known.state_digest != state_digest:
+                raise ConflictError(f"checkpoint {known.checkpoint_id} was committed with other content")
+            return known
         batch = batches.require(connection, run.branch, run.consumer, step)
-        checkpoint = Checkpoint(
-            checkpoint_id=checkpoint_id(run.branch, role.fence, step),
-            branch_id=run.branch,
-            consumer=run.consumer,
-            step=step,
-            fence=role.fence,
-            path=checkpoint_path(role, step),
-            state_digest=state_digest,
-            batch_digest=batch.digest,
-            created_at=clock.wall_time(),
-        )
+        cursors, last_unit_id = datasets.standing(connection, run.branch)
+    checkpoint = Checkpoint(
+        checkpoint_id=checkpoint_id(run.branch, role.fence, step),
+        branch_id=run.branch,
+        consumer=run.consumer,
+        step=step,
+        fence=role.fence,
+        path=checkpoint_path(role, step),
+        state_digest=state_digest,
+        batch_digest=batch.digest,
+        created_at=clock.wall_time(),
+        cursors=cursors,
+        last_unit_id=last_unit_id,
+    )
+    entry = Entry(EntryKind.CHECKPOINT, run.branch, {**asdict(checkpoint), "previous_step": previous_step})
+    with journal.recorded(session, [entry]) as record, run.index.begin() as connection:
+        consumers.require_role(connection, role)
+        _require_manifest(run, checkpoint.path)
+        if batches.require(connection, run.branch, run.consumer, step).digest != batch.digest:
+            raise ConflictError(f"the batch of step {step} was replaced while its checkpoint was committed")
+        record.name(connection)
         checkpoints.insert(connection, checkpoint)
         consumers.advance_position(connection, run.branch, run.consumer, expected=previous_step, new=step)
         batches.mark_trained(connection, run.branch, run.consumer, up_to_step=step)

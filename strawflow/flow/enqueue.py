@@ -16,9 +16,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from strawflow import faults
+from strawflow.flow import journal
+from strawflow.flow.journal import Entry, EntryKind
 from strawflow.flow.session import WorkerSession
 from strawflow.ids import Extent
 from strawflow.index import datasets, events, packs
+from strawflow.index.engine import Connection
 from strawflow.prompts.reader import OnBadRow, ReadReport, read_prompts
 from strawflow.prompts.row import PromptKeys, PromptRow, to_record_batch
 from strawflow.prompts.source import PromptSource
@@ -164,22 +167,68 @@ def _chunked(rows: Iterator[PromptRow]) -> Iterator[list[PromptRow]]:
 def _commit(
     session: WorkerSession, request: EnqueueRequest, placed: list[tuple[int, Extent]], spool: _Spool
 ) -> None:
-    with session.run.index.begin() as connection:
-        datasets.ensure(connection, request.dataset_id, purpose=request.purpose)
-        packs.name_extents(connection, [extent for _, extent in placed], session_id=session.session_id)
-        segment = datasets.add_segment(
-            connection, request.dataset_id, num_rows=spool.num_rows, source=str(request.source)
-        )
-        datasets.add_segment_extents(
-            connection, segment.segment_id, [(first, extent.extent_id) for first, extent in placed]
-        )
-        for chunk in spool.chunks(5000):
-            datasets.add_rows(connection, request.dataset_id, chunk)
-        events.record(
-            connection,
-            "prompts.enqueued",
-            session_id=session.session_id,
-            dataset_id=request.dataset_id,
-            num_rows=spool.num_rows,
-            source=str(request.source),
-        )
+    while not _try_commit(session, request, placed, spool):
+        continue  # another file became the dataset's next segment meanwhile
+
+
+def _try_commit(
+    session: WorkerSession, request: EnqueueRequest, placed: list[tuple[int, Extent]], spool: _Spool
+) -> bool:
+    run = session.run
+    with run.index.read() as connection:
+        expected_seq = datasets.next_segment_seq(connection, request.dataset_id)
+    body = {
+        "dataset": request.dataset_id,
+        "purpose": request.purpose,
+        "segment_seq": expected_seq,
+        "num_rows": spool.num_rows,
+        "source": str(request.source),
+        "extents": [[first, journal.extent_ref(extent)] for first, extent in placed],
+    }
+    try:
+        with (
+            journal.recorded(session, [Entry(EntryKind.SEGMENT, run.branch, body)]) as record,
+            run.index.begin() as connection,
+        ):
+            record.name(connection)
+            _add_segment(connection, session, request, placed, spool, expected_seq=expected_seq)
+    except _SegmentTakenError:
+        return False
+    return True
+
+
+class _SegmentTakenError(Exception):
+    """Another file became the dataset's next segment meanwhile."""
+
+
+def _add_segment(
+    connection: Connection,
+    session: WorkerSession,
+    request: EnqueueRequest,
+    placed: list[tuple[int, Extent]],
+    spool: _Spool,
+    *,
+    expected_seq: int,
+) -> None:
+    datasets.ensure(connection, request.dataset_id, purpose=request.purpose)
+    named = packs.name_extents(connection, [extent for _, extent in placed], session_id=session.session_id)
+    segment = datasets.add_segment(
+        connection, request.dataset_id, num_rows=spool.num_rows, source=str(request.source)
+    )
+    if segment.segment_seq != expected_seq:
+        raise _SegmentTakenError
+    datasets.add_segment_extents(
+        connection,
+        segment.segment_id,
+        [(first, extent.extent_id) for (first, _), extent in zip(placed, named, strict=True)],
+    )
+    for chunk in spool.chunks(5000):
+        datasets.add_rows(connection, request.dataset_id, chunk)
+    events.record(
+        connection,
+        "prompts.enqueued",
+        session_id=session.session_id,
+        dataset_id=request.dataset_id,
+        num_rows=spool.num_rows,
+        source=str(request.source),
+    )

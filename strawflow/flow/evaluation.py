@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from strawflow.flow.placed import read_extents
 from strawflow.flow.run import Run
-from strawflow.index import packs, units
+from strawflow.index import units
 from strawflow.packs.reader import PackReader
 from strawflow.records import TRAJECTORY
 from strawflow.states import UnitState
@@ -38,11 +39,15 @@ def accuracy(run: Run, *, step: int, profile: str) -> Accuracy | None:
         if not found or any(u.state in (UnitState.READY, UnitState.LEASED) for u in found):
             return None
         answered = [u for u in found if u.state is UnitState.COMPLETED]
-        placed = packs.find_extents(connection, [str(u.extent_id) for u in answered])
     reader = PackReader(run.root)
-    whole = {extent_id: reader.read(extent) for extent_id, extent in placed.items()}
+    whole = dict(read_extents(run, reader, [u.extent_id for u in answered if u.extent_id is not None]))
     rows = pa.Table.from_batches(
-        [whole[str(u.extent_id)].slice(u.row_start, u.row_count) for u in answered], schema=TRAJECTORY
+        [
+            whole[u.extent_id].slice(u.row_start, u.row_count)
+            for u in answered
+            if u.extent_id is not None  # completed, so it has one
+        ],
+        schema=TRAJECTORY,
     )
     reader.close()
     num_given_up = (len(found) - len(answered)) * run.config.profiles()[profile].num_samples

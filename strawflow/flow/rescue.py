@@ -9,12 +9,13 @@ from __future__ import annotations
 import logging
 
 from strawflow.errors import CorruptPackError
+from strawflow.flow import journal
 from strawflow.flow.run import Run
 from strawflow.flow.session import WorkerSession
 from strawflow.ids import new_id
-from strawflow.index import events, packs, sessions, units, weights
+from strawflow.index import events, leases, packs, quarantine, sessions, weights
 from strawflow.index.packs import Pack
-from strawflow.packs.salvage import salvage
+from strawflow.packs.salvage import CorruptExtent, salvage
 from strawflow.packs.writer import PackWriter
 
 log = logging.getLogger(__name__)
@@ -29,7 +30,7 @@ def declare_lost(run: Run, session_id: str, *, reason: str, if_expired_for_s: fl
         if not sessions.lose(connection, session_id, reason=reason, if_expired_for_s=if_expired_for_s):
             return 0
         weights.forget_engines(connection, session_id)
-        rescued = units.rescue(
+        rescued = leases.rescue(
             connection, session_id, reason=reason, max_attempts=run.config.rollout.max_attempts
         )
     return len(rescued)
@@ -69,32 +70,38 @@ def recover_packs(session: WorkerSession) -> int:
 def _recover(session: WorkerSession, pack: Pack) -> bool:
     run = session.run
     with run.index.read() as connection:
-        extents = packs.extents_of_pack(connection, pack.pack_id)
+        named = packs.extents_of_pack(connection, pack.pack_id)
+        contained = quarantine.listed(connection)
+    extents = [extent for extent in named if extent.extent_id not in contained]
+    if named and not extents:
+        return False  # nothing but damage is left in it, for whoever restores the file
     moved = {}
+    corrupt: tuple[CorruptExtent, ...] = ()
     target: PackWriter | None = None
-    pack_id = new_id("pack")
     if extents:
-        path = f"packs/{pack.kind}/{session.session_id}-salvage-{pack_id}.arrow"
+        path = f"packs/{pack.kind}/{session.session_id}-salvage-{new_id('pack')}.arrow"
         with run.index.begin() as connection:
             sessions.require_live(connection, session.session_id)
-            packs.create(
-                connection, pack_id=pack_id, kind=pack.kind, path=path, session_id=session.session_id
-            )
+            pack_id = packs.create(connection, kind=pack.kind, path=path, session_id=session.session_id)
         target = PackWriter(
             run.root, pack_id=pack_id, path=path, kind=pack.kind, durability=run.config.run.durability
         )
         salvaged = salvage(run.root, extents, target=target)
-        moved = salvaged.moved
-        if salvaged.corrupt:
+        moved, corrupt = salvaged.moved, salvaged.corrupt
+        if corrupt:
             # The damaged pack stays where it is, open, for whoever repairs it; reads of its extents raise.
-            log.error("%s", CorruptPackError(salvaged.corrupt[0].reason, pack=pack.path))
-    with run.index.begin() as connection:
+            log.error("%s", CorruptPackError(corrupt[0].reason, pack=pack.path))
+    checksums = journal.checksums(run.branch, moved.values())
+    with journal.recorded(session, checksums) as record, run.index.begin() as connection:
         sessions.require_live(connection, session.session_id)
+        record.name(connection)
         packs.move_extents(connection, moved)
+        for damaged in corrupt:
+            quarantine.add(connection, damaged.extent.extent_id, reason="damaged when its pack was recovered")
         if target is not None:
-            packs.seal(connection, pack_id, num_bytes=target.length, num_rows=target.num_rows)
-        if len(moved) == len(extents):
-            packs.condemn(connection, pack.pack_id)
+            packs.seal(connection, target.pack_id, num_bytes=target.length, num_rows=target.num_rows)
+        # Not while something is left in it, or it is pinned.
+        is_condemned = packs.condemn(connection, pack.pack_id)
         events.record(
             connection,
             "pack.recovered",
@@ -103,6 +110,8 @@ def _recover(session: WorkerSession, pack: Pack) -> bool:
             num_extents=len(moved),
             num_corrupt=len(extents) - len(moved),
         )
-    if len(moved) == len(extents):
-        (run.root / pack.path).unlink(missing_ok=True)  # crash before: a condemned file that nothing reads
+    if is_condemned:
+        (run.root / pack.path).unlink(
+            missing_ok=True
+        )  # crash before: a condemned file, which the sweep removes
     return True

@@ -19,13 +19,15 @@ from pathlib import Path
 from strawflow import config as configuration
 from strawflow.config import RunConfig
 from strawflow.errors import AlreadyExistsError, ConfigError, NotFoundError
-from strawflow.index import branches, consumers, migrate
+from strawflow.index import branches, consumers, meta, migrate
 from strawflow.index.engine import Index
 from strawflow.packs.probe import durability_of
 from strawflow.packs.sync import sync_path
 
 MAIN_BRANCH = "main"
 TRAINER = "trainer"
+ACTIVE_BRANCH = "branch"
+"""Key of the note that names the branch the run is on; absent: the first."""
 CONFIG_FILE = "config.json"
 INDEX_FILE = "index.sqlite"
 
@@ -73,7 +75,7 @@ def create_run(
     for folder in ("packs", "weights", "checkpoints", "logs"):
         (root / folder).mkdir(parents=True, exist_ok=True)
     refuse_unkeepable_durability(root, config)
-    index = Index(index_url(root, config), durability=config.run.durability)
+    index = open_index(root, config)
     migrate.upgrade(index)
     with index.begin() as connection:
         branches.create(connection, MAIN_BRANCH)
@@ -91,19 +93,42 @@ def open_run(root: Path) -> Run:
     Raises:
         NotFoundError: the folder is no run.
         IncompatibleFormatError: its index is of another revision.
+        ConfigError: its SQLite index lies on a network file system.
     """
     root = root.resolve()
     path = root / CONFIG_FILE
     if not path.exists():
         raise NotFoundError(f"{root} is no run: it has no {CONFIG_FILE}; see `strawflow run list`")
     config = configuration.from_json(path.read_text(encoding="utf-8"), path=str(path))
-    url = index_url(root, config)
     if not config.run.index_url and not (root / INDEX_FILE).exists():
-        raise NotFoundError(f"{root} has no {INDEX_FILE}: the run's index is lost; restore it from a copy")
-    index = Index(url, durability=config.run.durability)
+        raise NotFoundError(
+            f"{root} has no {INDEX_FILE}: the run's index is lost; `strawflow index restore` brings a backup back, "
+            "`strawflow index rebuild` builds it from the packs"
+        )
+    index = open_index(root, config)
     index.check_revision()
     index.expire_after_reboot()
-    return Run(root, config, index)
+    with index.read() as connection:
+        branch = meta.find(connection, ACTIVE_BRANCH) or MAIN_BRANCH
+    return Run(root, config, index, branch)
+
+
+def open_index(root: Path, config: RunConfig) -> Index:
+    """Return the index of a run; an SQLite file is refused where locks cannot be trusted.
+
+    Raises:
+        ConfigError: the SQLite file lies, or would lie, on a network file system.
+    """
+    url = index_url(root, config)
+    if url.startswith("sqlite"):
+        place = Path(url.removeprefix("sqlite:///"))
+        probe = durability_of(place)
+        if probe.is_network:
+            raise ConfigError(
+                f"{place} lies on a network file system ({probe.filesystem}), where SQLite locks cannot be trusted; "
+                "set run.index_url to a PostgreSQL address or to a local SQLite file"
+            )
+    return Index(url, durability=config.run.durability, idle_transaction_s=max(1.0, config.lease.ttl_s))
 
 
 def index_url(root: Path, config: RunConfig) -> str:
@@ -121,11 +146,6 @@ def refuse_unkeepable_durability(root: Path, config: RunConfig) -> None:
         raise ConfigError(
             f"{root} lies on {probe.filesystem}, which does not survive power loss ({probe.reason}); "
             "choose another folder or --run.durability process"
-        )
-    if probe.is_network and not config.run.index_url:
-        raise ConfigError(
-            f"{root} lies on a network file system ({probe.filesystem}), where SQLite locks cannot be trusted; "
-            "set run.index_url to a PostgreSQL address or to a local SQLite file"
         )
 
 

@@ -15,9 +15,12 @@ from types import TracebackType
 from strawflow import clock
 from strawflow.clock import TrustedUntil
 from strawflow.errors import CommitUnknownError, LeaseLostError, StorageError
+from strawflow.flow import quota
+from strawflow.flow.exchange import Exchange
+from strawflow.flow.journal import ChecksumLog
 from strawflow.flow.run import Run
 from strawflow.ids import new_id
-from strawflow.index import packs, sessions, weights
+from strawflow.index import leases, meta, packs, sessions, weights
 from strawflow.packs.reader import PackReader
 from strawflow.packs.store import PackCreated, PackSealed, PackStore
 
@@ -41,6 +44,7 @@ class WorkerSession:
         requested_at = clock.uptime_s()
         with run.index.begin() as connection:
             sessions.start(connection, self.session_id, kind=kind, ttl_s=run.config.lease.ttl_s)
+            self.incarnation = meta.incarnation(connection)
         self._trusted = self._trust_from(requested_at)
         self.packs = PackStore(
             run.root,
@@ -48,7 +52,10 @@ class WorkerSession:
             durability=run.config.run.durability,
             on_create=self._name_pack,
             on_seal=self._seal_pack,
+            before_append=None if kind == quota.UPKEEP else quota.gauge(run).require_room,
         )
+        self.exchange = Exchange(self)
+        self.checksums = ChecksumLog(self)
         self._heartbeat = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         self._heartbeat.start()
 
@@ -68,9 +75,11 @@ class WorkerSession:
         """Seal the packs and end the session: a clean drain."""
         self._stop.set()
         self._heartbeat.join()
+        self.checksums.write()
         self.packs.close()
         with self.run.index.begin() as connection:
-            sessions.end(connection, self.session_id)
+            if sessions.end(connection, self.session_id):
+                leases.release_all(connection, self.session_id)
             weights.forget_engines(connection, self.session_id)
 
     def __enter__(self) -> WorkerSession:
@@ -108,17 +117,12 @@ class WorkerSession:
                 log.warning("heartbeat failed: %s", error)
                 continue
             self._trusted = self._trust_from(requested_at)
+            self.checksums.write()
 
-    def _name_pack(self, created: PackCreated) -> None:
+    def _name_pack(self, created: PackCreated) -> int:
         with self.run.index.begin() as connection:
             sessions.require_live(connection, self.session_id)
-            packs.create(
-                connection,
-                pack_id=created.pack_id,
-                kind=created.kind,
-                path=created.path,
-                session_id=self.session_id,
-            )
+            return packs.create(connection, kind=created.kind, path=created.path, session_id=self.session_id)
 
     def _seal_pack(self, sealed: PackSealed) -> None:
         with self.run.index.begin() as connection:

@@ -7,17 +7,17 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from strawflow.errors import NotFoundError
+from strawflow.flow import quota, retire
+from strawflow.flow.placed import read_extent
 from strawflow.flow.run import Run
 from strawflow.index import batches, checkpoints, consumers, datasets, events, packs, sessions, units, weights
 from strawflow.index.batches import Batch
 from strawflow.index.checkpoints import Checkpoint
-from strawflow.index.consumers import Consumer
+from strawflow.index.consumers import Assignment, Consumer
 from strawflow.index.datasets import DatasetSize
 from strawflow.index.engine import Connection
 from strawflow.index.sessions import Session
@@ -25,8 +25,6 @@ from strawflow.index.units import Unit
 from strawflow.index.weights import Engine, WeightVersion
 from strawflow.packs.reader import PackReader
 from strawflow.states import UnitState
-
-FOLDERS = ("packs", "weights", "checkpoints", "logs")
 
 
 @dataclass(frozen=True)
@@ -96,6 +94,8 @@ class RunStatus:
     events: tuple[dict[str, Any], ...]
     """Newest first."""
     disk_bytes: dict[str, int]
+    shortage: str | None
+    """Why nothing is admitted or claimed now: too little room on the disk, or beneath the quota."""
 
 
 def snapshot(run: Run, *, num_events: int = 8, num_failed: int = 5) -> RunStatus:
@@ -131,7 +131,8 @@ def snapshot(run: Run, *, num_events: int = 8, num_failed: int = 5) -> RunStatus
             last_batch=batches.find(connection, run.branch, run.consumer, consumer.planned),
             last_metrics=steps[-1] if steps else None,
             events=tuple(events.latest(connection, limit=num_events)),
-            disk_bytes=disk_use(run.root),
+            disk_bytes=quota.disk_use(run),
+            shortage=quota.measure(run).shortage,
         )
 
 
@@ -168,24 +169,6 @@ def _roles(connection: Connection, run: Run, live: set[str]) -> tuple[RoleHolder
     )
 
 
-def disk_use(root: Path) -> dict[str, int]:
-    """Return the bytes used by each folder of a run and by its SQLite index; files that vanish meanwhile count 0."""
-    use = {folder: _tree_bytes(root / folder) for folder in FOLDERS}
-    use["index"] = sum(_file_bytes(path) for path in root.glob("index.sqlite*"))
-    return use
-
-
-def _tree_bytes(folder: Path) -> int:
-    return sum(_file_bytes(Path(parent) / name) for parent, _, names in os.walk(folder) for name in names)
-
-
-def _file_bytes(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return 0
-
-
 @dataclass(frozen=True)
 class BatchDetail:
     """One batch, opened."""
@@ -216,7 +199,7 @@ def batch_detail(run: Run, step: int) -> BatchDetail:
     micro_batches: list[dict[str, Any]] = []
     for place in places:
         extent = placed[place.extent_id]
-        rows = reader.read(extent)
+        rows = read_extent(run, reader, extent)
         columns = ["unit_id", "member", "segment", "prompt_length", "tokens"]
         for row in rows.select(columns).to_pylist():
             key = (row["unit_id"], row["member"], row["segment"])
@@ -234,7 +217,7 @@ def batch_detail(run: Run, step: int) -> BatchDetail:
             }
         )
     members = []
-    for row in reader.read(placed[batch.plan_extent_id]).to_pylist():
+    for row in read_extent(run, reader, placed[batch.plan_extent_id]).to_pylist():
         prompt, response = lengths.get((row["unit_id"], row["member"], row["segment"]), (None, None))
         members.append({**row, "prompt_length": prompt, "response_length": response})
     fates = [{"unit_id": u, "outcome": outcome, "reason": reason} for _, u, outcome, reason in assigned]
@@ -251,6 +234,8 @@ class UnitDetail:
     """Its accepted trajectories: status, reward, lengths, text; empty unless completed."""
     fates: tuple[dict[str, Any], ...]
     events: tuple[dict[str, Any], ...]
+    is_retired: bool = False
+    """Whether it left the index: its row and fates are read from the history, its trajectories are gone."""
 
 
 def unit_detail(run: Run, unit_id: int) -> UnitDetail:
@@ -261,8 +246,14 @@ def unit_detail(run: Run, unit_id: int) -> UnitDetail:
         CorruptPackError: stored bytes do not match their checksum.
     """
     with run.index.read() as connection:
-        unit = units.find(connection, unit_id)
-        fates = consumers.fates_of(connection, unit.branch_id, unit_id)
+        is_there = units.is_there(connection, unit_id)
+    retired = None if is_there else retire.find_retired(run, unit_id)
+    with run.index.read() as connection:
+        if retired is None:
+            unit = units.find(connection, unit_id)
+            fates = consumers.fates_of(connection, unit.branch_id, unit_id)
+        else:
+            unit, fates = _from_history(retired)
         steps = {b.batch_id: b.step for b in batches.listed(connection, unit.branch_id, run.consumer)}
         history = events.of_unit(connection, unit_id, limit=50)
         places = [
@@ -274,11 +265,14 @@ def unit_detail(run: Run, unit_id: int) -> UnitDetail:
         ids = [prompt_extent] + ([unit.extent_id] if unit.extent_id else [])
         placed = packs.find_extents(connection, ids)
     reader = PackReader(run.root)
-    prompt = reader.read(placed[prompt_extent]).slice(unit.position - first_row, 1).to_pylist()[0]
+    prompt = (
+        read_extent(run, reader, placed[prompt_extent]).slice(unit.position - first_row, 1).to_pylist()[0]
+    )
     prompt.pop("content_digest")
     rows: list[dict[str, Any]] = []
     if unit.extent_id is not None:
-        rows = reader.read(placed[unit.extent_id]).slice(unit.row_start, unit.row_count).to_pylist()
+        whole = read_extent(run, reader, placed[unit.extent_id])
+        rows = whole.slice(unit.row_start, unit.row_count).to_pylist()
     return UnitDetail(
         unit=unit,
         prompt=prompt,
@@ -294,7 +288,20 @@ def unit_detail(run: Run, unit_id: int) -> UnitDetail:
             for consumer, fate, batch_id in fates
         ),
         events=tuple(history),
+        is_retired=retired is not None,
     )
+
+
+def _from_history(row: dict[str, Any]) -> tuple[Unit, list[tuple[str, Assignment, int | None]]]:
+    """Return a retired unit as it was, and its (consumer, assignment, batch id)."""
+    fields: dict[str, Any] = {name: row.get(name) for name in Unit.__dataclass_fields__}
+    fields["state"] = UnitState(row["state"])
+    columns = (row[name] for name in ("consumers", "outcomes", "reasons", "batch_ids"))
+    fates = [
+        (consumer, Assignment(row["epoch"], row["unit_id"], outcome, reason), batch_id)
+        for consumer, outcome, reason, batch_id in zip(*columns, strict=True)
+    ]
+    return Unit(**fields), fates
 
 
 def _member(row: dict[str, Any]) -> dict[str, Any]:

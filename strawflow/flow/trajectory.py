@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,8 @@ import pyarrow as pa
 
 from strawflow.config import SamplingProfile
 from strawflow.errors import InvalidInputError
-from strawflow.records import TRAJECTORY
+from strawflow.flow.columns import constant, lists, lists_of_texts, maybe, numbers, texts
+from strawflow.records import schema_of
 
 NOT_SAMPLED = -1
 """token_versions of a token that no weights sampled (a demonstration)."""
@@ -23,32 +26,55 @@ COMPLETE_SEQ = 1
 
 @dataclass(frozen=True)
 class Member:
-    """One member of a group: finished, truncated at the token limit, or failed with a reason.
+    """One member of a group: finished, truncated at the token limit, failed with a reason, or (parked) partial.
 
     `logprobs[i]` is log-softmax(logits / temperature) of `response_tokens[i]` in the pass that sampled it;
-    `token_versions[i]` is the id of the weights of that pass ("" for a demonstration). Both have the response's length.
+    `token_versions[i]` is the id of the weights of that pass ("" for a demonstration), or one id for all tokens.
+    Tokens, log-probabilities and versions have equal length; arrays of int32 and float32 are taken without a copy.
     """
 
     member: int
     status: str
     response_tokens: Sequence[int]
     logprobs: Sequence[float]
-    token_versions: Sequence[str]
+    token_versions: Sequence[str] | str
     finish_reason: str
     reward: float | None
     score: float | None = None
     failure: str | None = None
     response_text: str | None = None
+    environment: bytes | None = None
+    """State of the environment a parked member goes on in; stored with continuations only."""
+
+    @cached_property
+    def versions(self) -> tuple[str, ...]:
+        """The distinct weight versions among the tokens, sorted."""
+        if isinstance(self.token_versions, str):
+            return (self.token_versions,) if self.token_versions and len(self.response_tokens) else ()
+        return tuple(sorted({v for v in self.token_versions if v}))
+
+    @cached_property
+    def token_array(self) -> np.ndarray[Any, Any]:
+        """Response tokens, int32."""
+        return np.asarray(self.response_tokens, np.int32)
+
+    @cached_property
+    def logprob_array(self) -> np.ndarray[Any, Any]:
+        """Log-probabilities, float32."""
+        return np.asarray(self.logprobs, np.float32)
 
     def check(self) -> None:
         """Raise InvalidInputError when the parallel arrays disagree, a number is not finite, or a result is missing."""
         num_tokens = len(self.response_tokens)
-        if not num_tokens == len(self.logprobs) == len(self.token_versions):
+        is_same = isinstance(self.token_versions, str)
+        num_versions = num_tokens if is_same else len(self.token_versions)
+        if not num_tokens == len(self.logprobs) == num_versions:
             raise InvalidInputError(
                 f"member {self.member}: {num_tokens} tokens, {len(self.logprobs)} log-probabilities, "
-                f"{len(self.token_versions)} versions; they must be equally many"
+                f"{num_versions} versions; they must be equally many"
             )
-        if not np.isfinite(np.asarray(self.logprobs, np.float64)).all():
+        # One pass: a sum of finite float32 values in float64 cannot overflow, and NaN or infinity shows in it.
+        if not math.isfinite(self.logprob_array.sum(dtype=np.float64)):
             raise InvalidInputError(f"member {self.member}: a log-probability is not finite")
         if (self.status == "failed") != (self.failure is not None):
             raise InvalidInputError(
@@ -84,6 +110,11 @@ class UnitResult:
     profile: SamplingProfile
     engine: str
 
+    def check(self) -> None:
+        """Raise InvalidInputError when a member breaks promise P9 or P10."""
+        for member in self.members:
+            member.check()
+
     @property
     def num_tokens(self) -> int:
         return sum(len(m.response_tokens) for m in self.members)
@@ -94,64 +125,85 @@ class UnitResult:
         return sum(rewards) / len(rewards) if rewards else None
 
     def versions(self) -> set[str]:
-        return {version for m in self.members for version in m.token_versions if version}
+        return {version for m in self.members for version in m.versions}
 
 
-def to_record_batch(results: Sequence[UnitResult]) -> pa.RecordBatch:
-    """Return the trajectory rows of several units, unit after unit, member after member.
+def to_record_batch(results: Sequence[UnitResult], *, kind: str = "trajectory") -> pa.RecordBatch:
+    """Return the rows of several units, unit after unit, member after member; `kind` is trajectory or continuation.
 
-    Raises:
-        InvalidInputError: a member breaks promise P9 or P10.
+    Results are taken as checked (`UnitResult.check`).
     """
+    schema = schema_of(kind)
     rows = [(result, member) for result in results for member in result.members]
-    for _, member in rows:
-        member.check()
-    distinct = [sorted({v for v in member.token_versions if v}) for _, member in rows]
-    columns: dict[str, Any] = {
-        "unit_id": [r.unit_id for r, _ in rows],
-        "fence": [r.fence for r, _ in rows],
-        "seq": [r.seq for r, _ in rows],
-        "member": [m.member for _, m in rows],
-        "segment": [0] * len(rows),
-        "purpose": [r.profile.purpose for r, _ in rows],
-        "status": [m.status for _, m in rows],
-        "failure": [m.failure for _, m in rows],
-        "prompt_tokens": _lists([r.prompt_tokens for r, _ in rows], np.int32),
-        "response_tokens": _lists([m.response_tokens for _, m in rows], np.int32),
-        "loss_mask": _lists([np.ones(len(m.response_tokens), np.int8) for _, m in rows], np.int8),
-        "logprobs": _lists([m.logprobs for _, m in rows], np.float32),
-        "token_versions": _lists(
-            [_places(m.token_versions, known) for (_, m), known in zip(rows, distinct, strict=True)], np.int32
-        ),
-        "weight_versions": distinct,
-        "reward": [m.reward for _, m in rows],
-        "score": [m.score for _, m in rows],
-        "response_text": [m.response_text for _, m in rows],
-        "finish_reason": [m.finish_reason for _, m in rows],
-        "temperature": [r.profile.temperature for r, _ in rows],
-        "top_p": [r.profile.top_p for r, _ in rows],
-        "top_k": [-1] * len(rows),
-        "max_response_tokens": [r.profile.max_response_tokens for r, _ in rows],
-        "engine": [r.engine for r, _ in rows],
+    of_units = _UnitColumns(results)
+    columns: dict[str, Callable[[pa.DataType], pa.Array]] = {
+        "unit_id": lambda t: numbers(of_units.spread(lambda r: r.unit_id), t),
+        "fence": lambda t: numbers(of_units.spread(lambda r: r.fence), t),
+        "seq": lambda t: numbers(of_units.spread(lambda r: r.seq), t),
+        "member": lambda t: numbers([m.member for _, m in rows], t),
+        "segment": lambda t: constant(0, t, len(rows)),
+        "purpose": lambda t: of_units.shared(lambda r: r.profile.purpose, t),
+        "status": lambda t: texts([m.status for _, m in rows], t),
+        "failure": lambda t: maybe([m.failure for _, m in rows], t),
+        "prompt_tokens": lambda t: lists([np.asarray(r.prompt_tokens, np.int32) for r, _ in rows], t),
+        "response_tokens": lambda t: lists([m.token_array for _, m in rows], t),
+        "loss_mask": lambda t: lists([_ones(len(m.response_tokens)) for _, m in rows], t),
+        "logprobs": lambda t: lists([m.logprob_array for _, m in rows], t),
+        "token_versions": lambda t: lists([_places(m) for _, m in rows], t),
+        "weight_versions": lambda t: lists_of_texts([m.versions for _, m in rows], t),
+        "reward": lambda t: maybe([m.reward for _, m in rows], t),
+        "score": lambda t: maybe([m.score for _, m in rows], t),
+        "response_text": lambda t: maybe([m.response_text for _, m in rows], t),
+        "finish_reason": lambda t: texts([m.finish_reason for _, m in rows], t),
+        "temperature": lambda t: of_units.shared(lambda r: r.profile.temperature, t),
+        "top_p": lambda t: of_units.shared(lambda r: r.profile.top_p, t),
+        "top_k": lambda t: constant(-1, t, len(rows)),
+        "max_response_tokens": lambda t: of_units.shared(lambda r: r.profile.max_response_tokens, t),
+        "engine": lambda t: of_units.shared(lambda r: r.engine, t),
+        "environment": lambda t: maybe([m.environment for _, m in rows], t),
     }
-    arrays = [
-        column if isinstance(column := columns[f.name], pa.Array) else pa.array(column, type=f.type)
-        for f in TRAJECTORY
-    ]
-    return pa.RecordBatch.from_arrays(arrays, schema=TRAJECTORY)
+    return pa.RecordBatch.from_arrays([columns[f.name](f.type) for f in schema], schema=schema)
 
 
-def _lists(values: Sequence[Sequence[float] | np.ndarray[Any, Any]], dtype: type[np.generic]) -> pa.Array:
-    """Return one list per row; whole arrays are copied, never a Python object per token."""
-    offsets = np.zeros(len(values) + 1, np.int32)
-    np.cumsum([len(v) for v in values], out=offsets[1:])
-    flat = np.concatenate([np.asarray(v, dtype) for v in values]) if values else np.zeros(0, dtype)
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat))
+class _UnitColumns:
+    """Values of units, repeated for each of their members."""
+
+    def __init__(self, results: Sequence[UnitResult]) -> None:
+        self._results = results
+        self._counts = [len(r.members) for r in results]
+
+    def spread(self, get: Callable[[UnitResult], Any]) -> list[Any]:
+        return [
+            value
+            for r, n in zip(self._results, self._counts, strict=True)
+            for value in [get(r)]
+            for _ in range(n)
+        ]
+
+    def shared(self, get: Callable[[UnitResult], Any], dtype: pa.DataType) -> pa.Array:
+        """Return a column that is nearly always the same value in every row."""
+        values = {get(r) for r in self._results}
+        if len(values) == 1:
+            return constant(values.pop(), dtype, sum(self._counts))
+        return pa.array(self.spread(get), dtype)
 
 
-def _places(versions: Sequence[str], known: list[str]) -> np.ndarray[Any, Any]:
-    """Return each token's place in the row's distinct versions."""
-    if len(known) == 1 and "" not in versions:  # nearly always: one version sampled the whole response
-        return np.zeros(len(versions), np.int32)
-    place = {version: at for at, version in enumerate(known)}
-    return np.array([place.get(version, NOT_SAMPLED) for version in versions], np.int32)
+_ONES = np.ones(65536, np.int8)
+_ZEROS = np.zeros(65536, np.int32)
+
+
+def _ones(count: int) -> np.ndarray[Any, Any]:
+    return _ONES[:count] if count <= len(_ONES) else np.ones(count, np.int8)
+
+
+def _places(member: Member) -> np.ndarray[Any, Any]:
+    """Return each token's place in the member's distinct versions."""
+    num_tokens = len(member.response_tokens)
+    if isinstance(member.token_versions, str):
+        if not member.token_versions:
+            return np.full(num_tokens, NOT_SAMPLED, np.int32)
+        return _ZEROS[:num_tokens] if num_tokens <= len(_ZEROS) else np.zeros(num_tokens, np.int32)
+    if len(member.versions) == 1 and "" not in member.token_versions:  # nearly always: one sampled it all
+        return _ZEROS[:num_tokens] if num_tokens <= len(_ZEROS) else np.zeros(num_tokens, np.int32)
+    place = {version: at for at, version in enumerate(member.versions)}
+    return np.array([place.get(version, NOT_SAMPLED) for version in member.token_versions], np.int32)

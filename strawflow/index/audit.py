@@ -10,6 +10,7 @@ from __future__ import annotations
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
+from strawflow.index import branches, retired
 from strawflow.index import tables as t
 from strawflow.states import BatchState, PackState, SessionState, UnitState, WeightState
 
@@ -82,7 +83,10 @@ def broken_fates(connection: Connection, branch_id: str, consumer: str) -> Answe
 
 
 def broken_cursors(connection: Connection, branch_id: str) -> Answer:
-    """Promise P2, first half: a dataset's cursor counts exactly the units that were admitted from it."""
+    """Promise P2, first half: a dataset's cursor counts exactly the units that were admitted from it.
+
+    Those it passed that are no rows of this branch (an ancestor's, or retired to packs) are counted in a tally.
+    """
     admitted = (
         sa.select(t.segments.c.dataset_id, sa.func.count().label("found"))
         .join(t.segments, t.segments.c.segment_id == _units.segment_id)
@@ -90,7 +94,12 @@ def broken_cursors(connection: Connection, branch_id: str) -> Answer:
         .group_by(t.segments.c.dataset_id)
         .subquery()
     )
-    found = sa.func.coalesce(admitted.c.found, 0)
+    passed = (
+        sa.select(t.tallies.c.value)
+        .where(t.tallies.c.branch_id == branch_id, t.tallies.c.name == "passed/" + t.cursors.c.dataset_id)
+        .scalar_subquery()
+    )
+    found = sa.func.coalesce(admitted.c.found, 0) + sa.func.coalesce(passed, 0)
     rows = connection.execute(
         sa.select(t.cursors.c.dataset_id, t.cursors.c.num_admitted, found.label("found"))
         .outerjoin(admitted, admitted.c.dataset_id == t.cursors.c.dataset_id)
@@ -114,12 +123,14 @@ def broken_batches(connection: Connection, branch_id: str, consumer: str) -> Ans
     ).one()
     answer: Answer = []
     steps = [r.step for r in connection.execute(sa.select(b.step).where(*mine).order_by(b.step))]
-    if steps != list(range(1, row.planned + 1)):
+    branch = branches.find(connection, branch_id)
+    first = 1 if branch is None or branch.from_step is None else branch.from_step + 1
+    if steps != list(range(first, row.planned + 1)):
         answer.append(
-            (f"consumer {consumer}", f"planned is {row.planned}, the stored batches are not 1 to that")
+            (f"consumer {consumer}", f"planned is {row.planned}, the stored batches are not {first} to that")
         )
     wrong_state = sa.or_(
-        sa.and_(b.step <= row.position, b.state != BatchState.TRAINED),
+        sa.and_(b.step <= row.position, b.state.not_in([BatchState.TRAINED, BatchState.RETIRED])),
         sa.and_(b.step > row.position, b.state != BatchState.PLANNED),
     )
     answer += [
@@ -135,13 +146,27 @@ def broken_batches(connection: Connection, branch_id: str, consumer: str) -> Ans
     miscounted = (
         sa.select(b.step, b.num_units, found.label("found"))
         .outerjoin(counted, counted.c.batch_id == b.batch_id)
-        .where(*mine, b.num_units != found)
+        .where(*mine, b.num_units != found, b.state != BatchState.RETIRED)
         .limit(LIMIT)
     )
     answer += [
         (f"batch of step {r.step}", f"says {r.num_units} units, {r.found} are assigned to it")
         for r in connection.execute(miscounted)
     ]
+    in_retired = (
+        sa.select(sa.func.coalesce(sa.func.sum(b.num_units), 0), sa.func.coalesce(sa.func.sum(found), 0))
+        .outerjoin(counted, counted.c.batch_id == b.batch_id)
+        .where(*mine, b.state == BatchState.RETIRED)
+    )
+    said, left = (int(number) for number in connection.execute(in_retired).one())
+    gone = retired.num_in_batches(connection, branch_id, consumer)
+    if said != left + gone:
+        answer.append(
+            (
+                f"consumer {consumer}",
+                f"its retired batches say {said} units, {left} are here and {gone} retired",
+            )
+        )
     return answer
 
 
@@ -173,7 +198,11 @@ def broken_counts(connection: Connection) -> Answer:
     rows = connection.execute(
         sa.select(t.batches.c.step, t.batches.c.num_sequences, found.label("found"))
         .outerjoin(packed, packed.c.batch_id == t.batches.c.batch_id)
-        .where(t.batches.c.num_sequences != found)
+        .where(
+            t.batches.c.num_sequences != found,
+            t.batches.c.objective != "reference",
+            t.batches.c.state != BatchState.RETIRED,
+        )
         .limit(LIMIT)
     )
     answer += [

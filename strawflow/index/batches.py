@@ -11,7 +11,9 @@ from sqlalchemy.engine import Connection
 
 from strawflow import clock
 from strawflow.errors import NotFoundError
+from strawflow.index import branches, meta
 from strawflow.index import tables as t
+from strawflow.index.engine import unused_id
 from strawflow.states import BatchState
 
 
@@ -30,7 +32,7 @@ class Batch:
     max_staleness: int
     denominators: tuple[float, ...]
     digest: str
-    plan_extent_id: str
+    plan_extent_id: int
     fence: int
     planned_at: str
 
@@ -40,7 +42,7 @@ class MicroBatchPlace:
     mini_batch: int
     slice: int
     micro_batch: int
-    extent_id: str
+    extent_id: int
 
 
 @dataclass(frozen=True)
@@ -56,9 +58,13 @@ class NewBatch:
     max_staleness: int
     denominators: tuple[float, ...]
     digest: str
-    plan_extent_id: str
+    plan_extent_id: int
     fence: int
     places: tuple[MicroBatchPlace, ...]
+
+
+LAST_VOID_ID = "last_void_batch_id"
+"""Key in meta: largest id of a batch that was taken back; no other batch gets it."""
 
 
 def insert(connection: Connection, batch: NewBatch) -> int:
@@ -66,6 +72,7 @@ def insert(connection: Connection, batch: NewBatch) -> int:
     batch_id: int = connection.execute(
         sa.insert(t.batches)
         .values(
+            **unused_id(t.batches.c.batch_id, connection, above=int(meta.counter(connection, LAST_VOID_ID))),
             branch_id=batch.branch_id,
             consumer=batch.consumer,
             step=batch.step,
@@ -109,9 +116,12 @@ def _batch(row: sa.Row[tuple[object, ...]]) -> Batch:
 
 
 def find(connection: Connection, branch_id: str, consumer: str, step: int) -> Batch | None:
+    """Return the batch of a step on the branch's line."""
     row = connection.execute(
         sa.select(t.batches).where(
-            t.batches.c.branch_id == branch_id, t.batches.c.consumer == consumer, t.batches.c.step == step
+            branches.seen(connection, t.batches, branch_id),
+            t.batches.c.consumer == consumer,
+            t.batches.c.step == step,
         )
     ).first()
     return None if row is None else _batch(row)
@@ -130,9 +140,10 @@ def require(connection: Connection, branch_id: str, consumer: str, step: int) ->
 
 
 def listed(connection: Connection, branch_id: str, consumer: str) -> list[Batch]:
+    """Return the batches on the branch's line in step order."""
     rows = connection.execute(
         sa.select(t.batches)
-        .where(t.batches.c.branch_id == branch_id, t.batches.c.consumer == consumer)
+        .where(branches.seen(connection, t.batches, branch_id), t.batches.c.consumer == consumer)
         .order_by(t.batches.c.step)
     )
     return [_batch(row) for row in rows]
@@ -147,6 +158,12 @@ def places(connection: Connection, batch_id: int) -> list[MicroBatchPlace]:
         .order_by(b.mini_batch, b.slice, b.micro_batch)
     )
     return [MicroBatchPlace(r.mini_batch, r.slice, r.micro_batch, r.extent_id) for r in rows]
+
+
+def is_retired(connection: Connection, batch_id: int) -> bool:
+    """Tell whether retention gave the batch's packed rows up."""
+    state = connection.execute(sa.select(t.batches.c.state).where(t.batches.c.batch_id == batch_id)).scalar()
+    return bool(state == BatchState.RETIRED)
 
 
 def mark_trained(connection: Connection, branch_id: str, consumer: str, *, up_to_step: int) -> None:

@@ -10,6 +10,7 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from strawflow import clock
+from strawflow.index import branches
 from strawflow.index import tables as t
 
 
@@ -24,6 +25,11 @@ class Checkpoint:
     state_digest: str
     batch_digest: str
     created_at: str
+    cursors: str | None
+    """JSON list of the dataset cursors when it was committed: where a branch from here starts. None before revision 0002."""
+    last_unit_id: int | None
+    """Last unit admitted when it was committed."""
+    files_removed: bool = False
 
 
 def insert(connection: Connection, checkpoint: Checkpoint) -> None:
@@ -32,19 +38,32 @@ def insert(connection: Connection, checkpoint: Checkpoint) -> None:
 
 
 def newest(connection: Connection, branch_id: str, consumer: str) -> Checkpoint | None:
+    """Return the newest checkpoint on the branch's line whose files are kept."""
     row = connection.execute(
         sa.select(t.checkpoints)
-        .where(t.checkpoints.c.branch_id == branch_id, t.checkpoints.c.consumer == consumer)
+        .where(
+            branches.seen(connection, t.checkpoints, branch_id),
+            t.checkpoints.c.consumer == consumer,
+            t.checkpoints.c.files_removed.is_(False),
+        )
         .order_by(t.checkpoints.c.step.desc())
         .limit(1)
     ).first()
     return None if row is None else Checkpoint(**row._mapping)
 
 
+def find(connection: Connection, checkpoint_id: str) -> Checkpoint | None:
+    row = connection.execute(
+        sa.select(t.checkpoints).where(t.checkpoints.c.checkpoint_id == checkpoint_id)
+    ).first()
+    return None if row is None else Checkpoint(**row._mapping)
+
+
 def listed(connection: Connection, branch_id: str, consumer: str) -> list[Checkpoint]:
+    """Return the checkpoints on the branch's line in step order."""
     rows = connection.execute(
         sa.select(t.checkpoints)
-        .where(t.checkpoints.c.branch_id == branch_id, t.checkpoints.c.consumer == consumer)
+        .where(branches.seen(connection, t.checkpoints, branch_id), t.checkpoints.c.consumer == consumer)
         .order_by(t.checkpoints.c.step)
     )
     return [Checkpoint(**row._mapping) for row in rows]
@@ -70,7 +89,7 @@ def steps_recorded(connection: Connection, branch_id: str, consumer: str) -> lis
     """Return one record per step, of the newest trainer session that applied it, in step order."""
     rows = connection.execute(
         sa.select(t.steps)
-        .where(t.steps.c.branch_id == branch_id, t.steps.c.consumer == consumer)
+        .where(branches.seen(connection, t.steps, branch_id), t.steps.c.consumer == consumer)
         .order_by(t.steps.c.step, t.steps.c.fence)
     )
     newest_of: dict[int, dict[str, Any]] = {}

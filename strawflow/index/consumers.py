@@ -2,23 +2,29 @@
 
 1. A role (`consume:<name>`, `assemble:<name>`) has one holder; taking it raises its fence.
 2. Every assignment is made once: primary key (branch, consumer, epoch, unit).
-3. `position` is the last step a checkpoint covers, `planned` the last step with a stored batch; position <= planned.
+3. `position` is the last step a checkpoint (or an advance) covers, `planned` the last with a stored batch;
+   position <= planned.
+4. A completed unit is put before every consumer of its branch that wants its purpose; consumers do not see each other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from strawflow.errors import ConflictError, LeaseLostError, NotFoundError
-from strawflow.index import events, sessions
+from strawflow.index import events, meta, retired, sessions, tallies
 from strawflow.index import tables as t
 from strawflow.index.engine import insert_unless_there, lock_rows
+from strawflow.index.leases import FENCES_PER_INCARNATION
+from strawflow.index.prepared import Prepared, Transaction, rows_value
 from strawflow.index.units import COLUMNS, Unit, to_unit
-from strawflow.states import SessionState, UnitState
+from strawflow.states import SessionState
 
 
 @dataclass(frozen=True)
@@ -27,6 +33,11 @@ class Consumer:
     consumer: str
     position: int
     planned: int
+    purposes: tuple[str, ...]
+
+
+TRAINABLE = ("demo", "train")
+"""Purposes of units that a trainer learns from."""
 
 
 @dataclass(frozen=True)
@@ -47,12 +58,43 @@ class Assignment:
     reason: str | None = None
 
 
-def ensure(connection: Connection, branch_id: str, consumer: str) -> None:
-    connection.execute(
-        insert_unless_there(t.consumers, connection).values(
-            branch_id=branch_id, consumer=consumer, position=0, planned=0
+def ensure(
+    connection: Connection,
+    branch_id: str,
+    consumer: str,
+    *,
+    purposes: Collection[str] = TRAINABLE,
+    position: int = 0,
+) -> bool:
+    """Create a consumer unless it exists; it is offered every completed unit of its purposes. True if it was created.
+
+    With a `position` it goes on after that step, as a branch does; then nothing is offered yet.
+    """
+    made = connection.execute(
+        insert_unless_there(t.consumers, connection)
+        .values(
+            branch_id=branch_id,
+            consumer=consumer,
+            position=position,
+            planned=position,
+            purposes=",".join(sorted(purposes)),
         )
+        .returning(t.consumers.c.consumer)
+    ).first()
+    if made is not None and position == 0:
+        _OFFER_ALL.count(connection, branch_id=branch_id, consumer=consumer)
+    return made is not None
+
+
+def listed(connection: Connection, branch_id: str) -> list[Consumer]:
+    rows = connection.execute(
+        sa.select(t.consumers).where(t.consumers.c.branch_id == branch_id).order_by(t.consumers.c.consumer)
     )
+    return [_consumer(row) for row in rows]
+
+
+def _consumer(row: sa.Row[Any]) -> Consumer:
+    return Consumer(row.branch_id, row.consumer, row.position, row.planned, tuple(row.purposes.split(",")))
 
 
 def find(connection: Connection, branch_id: str, consumer: str) -> Consumer:
@@ -66,7 +108,7 @@ def find(connection: Connection, branch_id: str, consumer: str) -> Consumer:
     ).first()
     if row is None:
         raise NotFoundError(f"there is no consumer {consumer!r} on branch {branch_id!r}")
-    return Consumer(row.branch_id, row.consumer, row.position, row.planned)
+    return _consumer(row)
 
 
 def take_role(connection: Connection, branch_id: str, role: str, session_id: str) -> Role | None:
@@ -76,6 +118,7 @@ def take_role(connection: Connection, branch_id: str, role: str, session_id: str
         insert_unless_there(t.roles, connection).values(branch_id=branch_id, role=role, fence=0)
     )
     live = sa.select(t.sessions.c.session_id).where(t.sessions.c.state == SessionState.LIVE)
+    first_fence = meta.incarnation(connection) * FENCES_PER_INCARNATION + 1
     row = connection.execute(
         sa.update(t.roles)
         .where(
@@ -83,7 +126,11 @@ def take_role(connection: Connection, branch_id: str, role: str, session_id: str
             t.roles.c.role == role,
             sa.or_(t.roles.c.session_id.is_(None), t.roles.c.session_id.not_in(live)),
         )
-        .values(fence=t.roles.c.fence + 1, session_id=session_id)
+        .values(
+            # Above every fence of earlier incarnations: folders are named by it, also those of a future that was lost.
+            fence=sa.case((t.roles.c.fence < first_fence, first_fence), else_=t.roles.c.fence + 1),
+            session_id=session_id,
+        )
         .returning(t.roles.c.fence)
     ).first()
     if row is None:
@@ -107,12 +154,48 @@ def require_role(connection: Connection, role: Role) -> None:
         )
 
 
-def offer(connection: Connection, branch_id: str, consumer: str, unit_ids: Iterable[int]) -> None:
-    """Put completed units before a consumer."""
-    connection.execute(
-        sa.insert(t.offers),
-        [{"branch_id": branch_id, "consumer": consumer, "unit_id": u} for u in unit_ids],
+_WANTS = "',' || consumers.purposes || ',' LIKE '%,' || units.purpose || ',%'"
+_OFFER = Prepared(
+    "INSERT INTO offers (branch_id, consumer, purpose, version_step, unit_id) "
+    "SELECT units.branch_id, consumers.consumer, units.purpose, units.version_step, units.unit_id "
+    "FROM {each} JOIN units ON units.unit_id = CAST(r.value AS BIGINT) "
+    f"JOIN consumers ON consumers.branch_id = units.branch_id AND {_WANTS}"
+)
+_OFFER_ALL = Prepared(
+    "INSERT INTO offers (branch_id, consumer, purpose, version_step, unit_id) "
+    "SELECT units.branch_id, consumers.consumer, units.purpose, units.version_step, units.unit_id "
+    f"FROM units JOIN consumers ON consumers.branch_id = units.branch_id AND {_WANTS} "
+    "WHERE units.branch_id = :branch_id AND consumers.consumer = :consumer AND units.state = 'completed'"
+)
+_WAITING = Prepared(
+    "SELECT count(*) FROM (SELECT 1 AS one FROM offers WHERE branch_id = :branch_id AND consumer = :consumer "
+    "AND purpose = :purpose LIMIT :num_rows) AS waiting"
+)
+
+
+_HOLD = Prepared(
+    "SELECT position FROM consumers WHERE branch_id = :branch_id AND consumer = :consumer {lock}"
+)
+
+
+def hold(transaction: Transaction, branch_id: str, consumer: str) -> None:
+    """Keep others from holding this consumer's row until the transaction ends."""
+    _HOLD.rows(transaction, branch_id=branch_id, consumer=consumer)
+
+
+def offer(transaction: Transaction, unit_ids: Iterable[int]) -> None:
+    """Put completed units before every consumer of their branch that wants their purpose."""
+    _OFFER.count(transaction, rows=rows_value(unit_ids))
+
+
+def num_waiting(
+    transaction: Transaction, branch_id: str, consumer: str, *, purpose: str, at_most: int
+) -> int:
+    """Count the units that wait for a consumer, up to `at_most`: the cost is bounded by that, not by the backlog."""
+    rows = _WAITING.rows(
+        transaction, branch_id=branch_id, consumer=consumer, purpose=purpose, num_rows=at_most
     )
+    return int(rows[0][0])
 
 
 def withdraw(connection: Connection, branch_id: str, consumer: str, unit_ids: Iterable[int]) -> int:
@@ -135,9 +218,9 @@ def offered(connection: Connection, branch_id: str, consumer: str, *, purpose: s
         .where(
             t.offers.c.branch_id == branch_id,
             t.offers.c.consumer == consumer,
-            t.units.c.purpose == purpose,
+            t.offers.c.purpose == purpose,
         )
-        .order_by(t.units.c.version_step, t.units.c.unit_id)
+        .order_by(t.offers.c.version_step, t.offers.c.unit_id)
         .limit(limit)
     )
     return [to_unit(row) for row in rows]
@@ -150,8 +233,9 @@ def assign(
     assignments: Sequence[Assignment],
     *,
     batch_id: int | None,
+    at_step: int,
 ) -> None:
-    """Record what becomes of units; the primary key refuses a second fate.
+    """Record what becomes of units while `at_step` is planned; the primary key refuses a second fate.
 
     Raises:
         ConflictError: a unit was assigned before.
@@ -170,6 +254,7 @@ def assign(
                     "batch_id": batch_id,
                     "outcome": a.outcome,
                     "reason": a.reason,
+                    "at_step": at_step,
                 }
                 for a in assignments
             ],
@@ -178,6 +263,18 @@ def assign(
         raise ConflictError(
             f"a unit of this batch was already given to consumer {consumer!r}", detail=str(error.orig)
         ) from error
+    if batch_id is None:
+        _count_dropped(connection, branch_id, consumer, [a.unit_id for a in assignments])
+
+
+def _count_dropped(connection: Connection, branch_id: str, consumer: str, unit_ids: Sequence[int]) -> None:
+    by_purpose = connection.execute(
+        sa.select(t.units.c.purpose, sa.func.count())
+        .where(t.units.c.unit_id.in_(unit_ids))
+        .group_by(t.units.c.purpose)
+    )
+    for purpose, count in by_purpose.all():
+        tallies.add(connection, branch_id, f"dropped/{consumer}/{purpose}", count)
 
 
 def assignments_of(connection: Connection, branch_id: str, consumer: str) -> list[Assignment]:
@@ -192,14 +289,18 @@ def assignments_of(connection: Connection, branch_id: str, consumer: str) -> lis
 
 def failed_unassigned(connection: Connection, branch_id: str, consumer: str, *, purpose: str) -> list[Unit]:
     """Return failed units this consumer has not recorded as dropped yet; a retry of them waits for this transaction."""
-    known = sa.select(t.assignments.c.unit_id).where(
-        t.assignments.c.branch_id == branch_id, t.assignments.c.consumer == consumer
+    a = t.assignments.c
+    known = sa.exists().where(
+        a.branch_id == branch_id,
+        a.consumer == consumer,
+        a.epoch == t.units.c.epoch,
+        a.unit_id == t.units.c.unit_id,
     )
     statement = sa.select(*COLUMNS).where(
         t.units.c.branch_id == branch_id,
-        t.units.c.state == UnitState.FAILED,
+        sa.text("units.state = 'failed'"),  # spelled out, so that the partial index of failed units serves
         t.units.c.purpose == purpose,
-        t.units.c.unit_id.not_in(known),
+        ~known,
     )
     return [to_unit(row) for row in connection.execute(lock_rows(statement, connection, of=t.units))]
 
@@ -207,13 +308,16 @@ def failed_unassigned(connection: Connection, branch_id: str, consumer: str, *, 
 def count_outcomes(
     connection: Connection, branch_id: str, consumer: str
 ) -> dict[tuple[str, str | None], int]:
-    """Return {(outcome, reason): number of units}."""
+    """Return {(outcome, reason): number of units}, retired ones included."""
     rows = connection.execute(
         sa.select(t.assignments.c.outcome, t.assignments.c.reason, sa.func.count())
         .where(t.assignments.c.branch_id == branch_id, t.assignments.c.consumer == consumer)
         .group_by(t.assignments.c.outcome, t.assignments.c.reason)
     )
-    return {(outcome, reason): count for outcome, reason, count in rows}
+    counts = Counter({(outcome, reason): count for outcome, reason, count in rows})
+    for (_, outcome, reason), count in retired.fates(connection, branch_id, consumer).items():
+        counts[outcome, reason] += count
+    return dict(counts)
 
 
 def advance_planned(connection: Connection, branch_id: str, consumer: str, *, step: int) -> None:
@@ -258,10 +362,9 @@ def _advance(
 def num_offered(connection: Connection, branch_id: str, consumer: str) -> dict[str, int]:
     """Return {purpose: completed units waiting for this consumer}."""
     rows = connection.execute(
-        sa.select(t.units.c.purpose, sa.func.count())
-        .join(t.offers, t.offers.c.unit_id == t.units.c.unit_id)
+        sa.select(t.offers.c.purpose, sa.func.count())
         .where(t.offers.c.branch_id == branch_id, t.offers.c.consumer == consumer)
-        .group_by(t.units.c.purpose)
+        .group_by(t.offers.c.purpose)
     )
     return {row[0]: row[1] for row in rows}
 
@@ -278,7 +381,7 @@ def roles_listed(connection: Connection, branch_id: str) -> list[tuple[str, int,
 def count_outcomes_by_purpose(
     connection: Connection, branch_id: str, consumer: str
 ) -> dict[tuple[str, str, str | None], int]:
-    """Return {(purpose, outcome, reason): number of units}."""
+    """Return {(purpose, outcome, reason): number of units}, retired ones included."""
     a, u = t.assignments.c, t.units.c
     rows = connection.execute(
         sa.select(u.purpose, a.outcome, a.reason, sa.func.count())
@@ -286,19 +389,31 @@ def count_outcomes_by_purpose(
         .where(a.branch_id == branch_id, a.consumer == consumer)
         .group_by(u.purpose, a.outcome, a.reason)
     )
-    return {(purpose, outcome, reason): count for purpose, outcome, reason, count in rows}
+    counts = Counter({(purpose, outcome, reason): count for purpose, outcome, reason, count in rows})
+    counts.update(retired.fates(connection, branch_id, consumer))
+    return dict(counts)
 
 
 def num_dropped(connection: Connection, branch_id: str, consumer: str, *, purpose: str) -> int:
     """Return how many units of a purpose were dropped outside any batch: each is owed a replacement."""
-    return int(
+    return tallies.value(connection, branch_id, f"dropped/{consumer}/{purpose}")
+
+
+def num_dropped_after(
+    connection: Connection, branch_id: str, consumer: str, *, purpose: str, step: int
+) -> int:
+    """Return how many units of a purpose were dropped outside any batch while a step after `step` was planned."""
+    a = t.assignments.c
+    gone = retired.dropped_after(connection, branch_id, consumer, purpose=purpose, step=step)
+    return gone + int(
         connection.execute(
             sa.select(sa.func.count())
-            .select_from(t.assignments.join(t.units, t.units.c.unit_id == t.assignments.c.unit_id))
+            .select_from(t.assignments.join(t.units, t.units.c.unit_id == a.unit_id))
             .where(
-                t.assignments.c.branch_id == branch_id,
-                t.assignments.c.consumer == consumer,
-                t.assignments.c.batch_id.is_(None),
+                a.branch_id == branch_id,
+                a.consumer == consumer,
+                a.batch_id.is_(None),
+                a.at_step > step,
                 t.units.c.purpose == purpose,
             )
         ).scalar_one()

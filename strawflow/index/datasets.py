@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -72,14 +73,19 @@ def known_occurrences(connection: Connection, dataset_id: str, digests: Sequence
     return counts
 
 
+def next_segment_seq(connection: Connection, dataset_id: str) -> int:
+    """Return the number that the dataset's next segment will have, unless another comes first."""
+    last = connection.execute(
+        sa.select(sa.func.max(t.segments.c.segment_seq)).where(t.segments.c.dataset_id == dataset_id)
+    ).scalar()
+    return 0 if last is None else int(last) + 1
+
+
 def add_segment(connection: Connection, dataset_id: str, *, num_rows: int, source: str) -> Segment:
     """Append an immutable segment; whoever appends to the same dataset waits."""
     whole = sa.select(t.datasets.c.dataset_id).where(t.datasets.c.dataset_id == dataset_id)
     connection.execute(lock_rows(whole, connection))
-    last = connection.execute(
-        sa.select(sa.func.max(t.segments.c.segment_seq)).where(t.segments.c.dataset_id == dataset_id)
-    ).scalar()
-    seq = 0 if last is None else last + 1
+    seq = next_segment_seq(connection, dataset_id)
     segment_id = connection.execute(
         sa.insert(t.segments)
         .values(
@@ -94,7 +100,7 @@ def add_segment(connection: Connection, dataset_id: str, *, num_rows: int, sourc
     return Segment(segment_id, dataset_id, seq, num_rows, source)
 
 
-def add_segment_extents(connection: Connection, segment_id: int, extents: Sequence[tuple[int, str]]) -> None:
+def add_segment_extents(connection: Connection, segment_id: int, extents: Sequence[tuple[int, int]]) -> None:
     """Record (first row, extent id) pairs."""
     connection.execute(
         sa.insert(t.segment_extents),
@@ -127,7 +133,7 @@ def segments_of(connection: Connection, dataset_id: str) -> list[Segment]:
     return [Segment(r.segment_id, r.dataset_id, r.segment_seq, r.num_rows, r.source) for r in rows]
 
 
-def segment_extent_ids(connection: Connection, segment_id: int) -> list[tuple[int, str]]:
+def segment_extent_ids(connection: Connection, segment_id: int) -> list[tuple[int, int]]:
     """Return the segment's (first row, extent id) pairs in row order."""
     rows = connection.execute(
         sa.select(t.segment_extents.c.first_row, t.segment_extents.c.extent_id)
@@ -135,6 +141,16 @@ def segment_extent_ids(connection: Connection, segment_id: int) -> list[tuple[in
         .order_by(t.segment_extents.c.first_row)
     )
     return [(r.first_row, r.extent_id) for r in rows]
+
+
+def first_digest(connection: Connection, segment_id: int) -> bytes:
+    """Return the checksum of the first 4 MiB of a segment's rows: it tells one segment from another."""
+    digests = connection.execute(
+        sa.select(t.extents.c.digests)
+        .join(t.segment_extents, t.segment_extents.c.extent_id == t.extents.c.extent_id)
+        .where(t.segment_extents.c.segment_id == segment_id, t.segment_extents.c.first_row == 0)
+    ).scalar_one()
+    return bytes(digests)[:16]
 
 
 def cursor_for_update(connection: Connection, branch_id: str, dataset_id: str) -> Cursor:
@@ -154,6 +170,16 @@ def cursor_for_update(connection: Connection, branch_id: str, dataset_id: str) -
         t.cursors.c.branch_id == branch_id, t.cursors.c.dataset_id == dataset_id
     )
     r = connection.execute(lock_rows(statement, connection)).one()
+    return Cursor(r.dataset_id, r.version, r.epoch, r.segment_seq, r.position, r.num_admitted)
+
+
+def cursor(connection: Connection, branch_id: str, dataset_id: str) -> Cursor:
+    """Return the cursor as it stands, unlocked; at the start of the data if there is none."""
+    r = connection.execute(
+        sa.select(t.cursors).where(t.cursors.c.branch_id == branch_id, t.cursors.c.dataset_id == dataset_id)
+    ).first()
+    if r is None:
+        return Cursor(dataset_id, 0, 0, 0, 0, 0)
     return Cursor(r.dataset_id, r.version, r.epoch, r.segment_seq, r.position, r.num_admitted)
 
 
@@ -192,6 +218,28 @@ def move_cursor(connection: Connection, branch_id: str, cursor: Cursor, *, expec
     )
     if done.rowcount != 1:
         raise ConflictError("the dataset cursor was moved by another writer", dataset_id=cursor.dataset_id)
+
+
+def insert_cursor(connection: Connection, branch_id: str, cursor: Cursor) -> None:
+    """Give a branch that has none its cursor over a dataset."""
+    connection.execute(sa.insert(t.cursors).values(branch_id=branch_id, **cursor.__dict__))
+
+
+def standing(connection: Connection, branch_id: str) -> tuple[str, int]:
+    """Return the branch's cursors as a JSON list of objects with the fields of `Cursor`, and the last unit admitted.
+
+    One statement, so that no admission comes between the two.
+    """
+    last = sa.select(sa.func.coalesce(sa.func.max(t.units.c.unit_id), 0)).scalar_subquery()
+    one = sa.select(last.label("last_unit_id")).subquery()
+    rows = connection.execute(
+        sa.select(one.c.last_unit_id, t.cursors)
+        .select_from(one.outerjoin(t.cursors, t.cursors.c.branch_id == branch_id))
+        .order_by(t.cursors.c.dataset_id)
+    ).all()
+    fields = tuple(Cursor.__dataclass_fields__)
+    found = [{name: getattr(row, name) for name in fields} for row in rows if row.dataset_id is not None]
+    return json.dumps(found, separators=(",", ":")), int(rows[0].last_unit_id)
 
 
 def num_rows(connection: Connection, dataset_id: str) -> int:

@@ -5,12 +5,17 @@
 2. Index time decides expiry: `clock_timestamp()` on PostgreSQL, seconds since boot on SQLite (one host). A new boot id
    expires every session at open.
 3. No alembic on hot paths: opening checks one row.
+4. `direct()` is `begin()` without SQLAlchemy between: for the statements of index.prepared, on connections of its own,
+   as many as were ever in use at once.
+5. An index belongs to the process that opened it: one inherited over a fork is refused, not corrupted.
 """
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import sqlalchemy as sa
@@ -29,19 +34,32 @@ from strawflow.errors import (
     StorageError,
 )
 from strawflow.index import tables as t
+from strawflow.index.prepared import Direct, as_sqlalchemy_error
 
-REVISION = "0001"
+REVISION = "0002"
 """The migration this program works with; `strawflow index upgrade` brings an older index here."""
 
 _BUSY_TIMEOUT_S = 60
+_IDLE_TRANSACTION_S = 30.0
+_WAL_BYTES = 16 * 1024 * 1024
 
 
 class Index:
-    """An open index. Safe for threads (each call takes its own connection); not to be carried over a fork."""
+    """An open index. Safe for threads (each call takes its own connection); refused in a forked process."""
 
-    def __init__(self, url: str, *, durability: str = "host") -> None:
+    def __init__(
+        self, url: str, *, durability: str = "host", idle_transaction_s: float = _IDLE_TRANSACTION_S
+    ) -> None:
+        """Prepare to connect to `url`; nothing is opened yet.
+
+        A PostgreSQL server ends a transaction whose client said nothing for `idle_transaction_s` seconds: a worker
+        frozen inside one would keep its row locks, and whoever rescues its leases would wait for it.
+        """
         self.url = url
-        self._engine = _make_engine(url, durability=durability)
+        self._engine = _make_engine(url, durability=durability, idle_transaction_s=idle_transaction_s)
+        self._pid = os.getpid()
+        self._idle: list[Any] = []
+        self._idle_lock = threading.Lock()
 
     @property
     def dialect(self) -> str:
@@ -55,15 +73,82 @@ class Index:
             StorageError: the database could not be reached, stayed locked, or ended the connection; nothing changed.
             CommitUnknownError: the commit itself was not answered: repeat with the same submission id, or read back.
         """
+        self.require_own_process()
         is_committing = False
         try:
             with self._told_as_storage_error(), self._engine.begin() as connection:
                 yield connection
                 is_committing = True
         except StorageError as error:
-            if is_committing:
+            if is_committing and not _is_disk_full(error):
                 raise CommitUnknownError(error.message, **error.facts) from error
             raise
+
+    @contextmanager
+    def direct(self) -> Iterator[Direct]:
+        """Open a write transaction on a driver connection; commits and rolls back as `begin` does.
+
+        Raises:
+            StorageError: the database could not be reached, stayed locked, or ended the connection; nothing changed.
+            CommitUnknownError: the commit itself was not answered.
+        """
+        self.require_own_process()
+        is_committing = False
+        try:
+            with self._told_as_storage_error():
+                driver = self._take_driver()
+                try:
+                    if self.dialect == "sqlite":
+                        self._drive(driver, "BEGIN IMMEDIATE")
+                    yield Direct(driver, self._engine.dialect)
+                    is_committing = True
+                    self._drive(driver, "COMMIT")
+                except BaseException:
+                    self._roll_back(driver)
+                    raise
+                with self._idle_lock:
+                    self._idle.append(driver)
+        except StorageError as error:
+            if is_committing and not _is_disk_full(error):
+                raise CommitUnknownError(error.message, **error.facts) from error
+            raise
+
+    def _take_driver(self) -> Any:
+        with self._idle_lock:
+            if self._idle:
+                return self._idle.pop()
+        try:
+            proxied = self._engine.raw_connection()
+        except self._engine.dialect.loaded_dbapi.Error as error:
+            raise as_sqlalchemy_error(error, self._engine.dialect, statement="connect") from error
+        driver = proxied.driver_connection
+        proxied.detach()  # it leaves SQLAlchemy's pool for good
+        return driver
+
+    def _drive(self, driver: Any, statement: str) -> None:
+        try:
+            driver.execute(statement)
+        except self._engine.dialect.loaded_dbapi.Error as error:
+            raise as_sqlalchemy_error(error, self._engine.dialect, statement=statement) from error
+
+    def _roll_back(self, driver: Any) -> None:
+        """End a transaction that failed; a connection that cannot even do that, or is broken, is thrown away."""
+        error_class = self._engine.dialect.loaded_dbapi.Error
+        try:
+            driver.rollback()
+        except error_class:
+            with suppress(error_class):
+                driver.close()
+            return
+        with self._idle_lock:
+            self._idle.append(driver)
+
+    def require_own_process(self) -> None:
+        """Raise StorageError in a forked process: its connections are the parent's."""
+        if os.getpid() != self._pid:
+            raise StorageError(
+                f"this index was opened by process {self._pid}; a forked process must open the run again"
+            )
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
@@ -72,6 +157,7 @@ class Index:
         Raises:
             StorageError: the database could not be reached or ended the connection.
         """
+        self.require_own_process()
         with self._told_as_storage_error(), self._engine.connect() as connection:
             yield connection.execution_options(reading=True)
 
@@ -94,6 +180,11 @@ class Index:
         return make_url(self.url).render_as_string(hide_password=True)
 
     def close(self) -> None:
+        """Let go of every connection; none may be inside a transaction."""
+        with self._idle_lock:
+            idle, self._idle = self._idle, []
+        for driver in idle:
+            driver.close()
         self._engine.dispose()
 
     def check_revision(self) -> None:
@@ -164,11 +255,29 @@ def insert_unless_there(table: sa.Table, connection: Connection) -> Any:
     return insert(table).on_conflict_do_nothing()
 
 
-def _make_engine(url: str, *, durability: str) -> Engine:
+def _is_disk_full(error: StorageError) -> bool:
+    """Tell whether SQLite refused a commit for want of space: it then undid the whole transaction."""
+    cause = error.__cause__
+    return getattr(getattr(cause, "orig", None), "sqlite_errorname", None) == "SQLITE_FULL"
+
+
+def unused_id(column: sa.Column[Any], connection: Connection, *, above: int) -> dict[str, int]:
+    """Return the column's value for a new row whose id must lie above one that was given up; nothing where it will anyway.
+
+    SQLite counts on from the largest id that is there, PostgreSQL from the largest it ever gave.
+    """
+    if connection.dialect.name == "postgresql" or not above:
+        return {}
+    last = connection.execute(sa.select(sa.func.max(column))).scalar() or 0
+    return {} if last >= above else {str(column.name): above + 1}
+
+
+def _make_engine(url: str, *, durability: str, idle_transaction_s: float) -> Engine:
     dialect = make_url(url).get_backend_name()
     if dialect == "postgresql":
-        return sa.create_engine(url, pool_pre_ping=True)
-    engine = sa.create_engine(url, connect_args={"timeout": _BUSY_TIMEOUT_S})
+        options = f"-c idle_in_transaction_session_timeout={int(idle_transaction_s * 1000)}"
+        return sa.create_engine(url, pool_pre_ping=True, connect_args={"options": options})
+    engine = sa.create_engine(url, connect_args={"timeout": _BUSY_TIMEOUT_S, "check_same_thread": False})
     synchronous = "FULL" if durability == "host" else "NORMAL"
 
     @event.listens_for(engine, "connect")
@@ -181,6 +290,8 @@ def _make_engine(url: str, *, durability: str) -> Engine:
             f"synchronous={synchronous}",
             "foreign_keys=ON",
             f"busy_timeout={_BUSY_TIMEOUT_S * 1000}",
+            # A reader that stayed open for long lets the log grow; once it has gone the file is cut back to this.
+            f"journal_size_limit={_WAL_BYTES}",
         ):
             dbapi_connection.execute(f"PRAGMA {pragma}")
 

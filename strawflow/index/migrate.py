@@ -5,6 +5,7 @@ The revisions lie in migrations/ of a checkout and in strawflow/_migrations of a
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import sqlalchemy as sa
@@ -15,6 +16,9 @@ from alembic.migration import MigrationContext
 import strawflow
 from strawflow.errors import ConfigError
 from strawflow.index.engine import REVISION, Index
+
+# alembic keeps the migration at work in module globals: two threads would share them.
+_ONE_AT_A_TIME = threading.Lock()
 
 
 def migrations_folder() -> Path:
@@ -39,7 +43,7 @@ def alembic_config() -> Config:
 def upgrade(index: Index) -> tuple[str | None, str]:
     """Bring the index to this program's revision in one transaction; returns (revision before, revision after)."""
     config = alembic_config()
-    with index.begin() as connection:
+    with _ONE_AT_A_TIME, index.begin() as connection:
         before = MigrationContext.configure(connection).get_current_revision()
         config.attributes["connection"] = connection
         command.upgrade(config, REVISION)

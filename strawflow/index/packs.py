@@ -7,24 +7,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from strawflow import clock
-from strawflow.errors import LeaseLostError, NotFoundError
+from strawflow.errors import CorruptPackError, LeaseLostError, NotFoundError
 from strawflow.ids import Extent
 from strawflow.index import tables as t
-from strawflow.index.engine import share_rows
+from strawflow.index.engine import lock_rows, now
+from strawflow.index.pins import PinKind, is_pinned
+from strawflow.index.prepared import Prepared, Transaction
 from strawflow.states import PackState, SessionState
 
 
 @dataclass(frozen=True)
 class Pack:
-    pack_id: str
+    pack_id: int
     kind: str
     path: str
     state: PackState
@@ -33,78 +35,100 @@ class Pack:
     num_rows: int | None
 
 
-def create(connection: Connection, *, pack_id: str, kind: str, path: str, session_id: str) -> None:
-    connection.execute(
-        sa.insert(t.packs).values(
-            pack_id=pack_id,
-            kind=kind,
-            path=path,
-            state=PackState.OPEN,
-            session_id=session_id,
-            created_at=clock.wall_time(),
-        )
+def create(connection: Connection, *, kind: str, path: str, session_id: str) -> int:
+    """Insert the row of a pack whose file is about to be made; returns its id."""
+    return int(
+        connection.execute(
+            sa.insert(t.packs)
+            .values(
+                kind=kind,
+                path=path,
+                state=PackState.OPEN,
+                session_id=session_id,
+                created_at=clock.wall_time(),
+            )
+            .returning(t.packs.c.pack_id)
+        ).scalar_one()
     )
 
 
-def seal(connection: Connection, pack_id: str, *, num_bytes: int, num_rows: int) -> bool:
+def seal(connection: Connection, pack_id: int, *, num_bytes: int, num_rows: int) -> bool:
     """Move an open pack to sealed; False if it was not open."""
     done = connection.execute(
         sa.update(t.packs)
         .where(t.packs.c.pack_id == pack_id, t.packs.c.state == PackState.OPEN)
-        .values(state=PackState.SEALED, num_bytes=num_bytes, num_rows=num_rows)
+        .values(state=PackState.SEALED, num_bytes=num_bytes, num_rows=num_rows, sealed_at=now(connection))
     )
     return bool(done.rowcount)
 
 
-def condemn(connection: Connection, pack_id: str) -> None:
-    connection.execute(
-        sa.update(t.packs).where(t.packs.c.pack_id == pack_id).values(state=PackState.CONDEMNED)
+def condemn(connection: Connection, pack_id: int) -> bool:
+    """Give up a pack that no extent and no pin names; False if one does, or it was condemned before.
+
+    Whoever names or pins it shares its row: the lock comes first, and what it kept from view is seen by the next
+    statement.
+    """
+    lock_packs(connection, [pack_id])
+    named = sa.exists().where(t.extents.c.pack_id == t.packs.c.pack_id)
+    done = connection.execute(
+        sa.update(t.packs)
+        .where(
+            t.packs.c.pack_id == pack_id,
+            t.packs.c.state != PackState.CONDEMNED,
+            ~named,
+            ~is_pinned(PinKind.PACK),
+        )
+        .values(state=PackState.CONDEMNED, condemned_at=now(connection))
     )
+    return bool(done.rowcount)
 
 
-def name_extents(connection: Connection, extents: Iterable[Extent], *, session_id: str) -> None:
-    """Insert rows for extents just made durable in this session's open packs.
+def lock_packs(connection: Connection, pack_ids: Iterable[int]) -> None:
+    """Wait until nobody names, pins or moves anything in these packs, and keep it so until the transaction ends."""
+    wanted = sa.select(t.packs.c.pack_id).where(t.packs.c.pack_id.in_(sorted(pack_ids)))
+    connection.execute(lock_rows(wanted.order_by(t.packs.c.pack_id), connection)).all()
+
+
+# A pack may roll over, and so be sealed by its own writer, before its last extents are named. The check and the insert
+# are one statement: it runs in every completion.
+_NAME = Prepared(
+    'INSERT INTO extents (pack_id, "offset", length, num_rows, digests) '
+    "SELECT packs.pack_id, :at_byte, :length, :num_rows, :digests FROM packs "
+    "JOIN sessions ON sessions.session_id = packs.session_id "
+    "WHERE packs.pack_id = :pack_id AND packs.session_id = :session_id AND packs.state IN ('open', 'sealed') "
+    "AND sessions.state = 'live' {share_both} RETURNING extent_id"
+)
+
+
+def name_extents(transaction: Transaction, extents: Sequence[Extent], *, session_id: str) -> list[Extent]:
+    """Insert rows for extents just made durable in this session's packs; returns them with their ids.
 
     Raises:
         LeaseLostError: a pack is not open, or its writer session is not live (it was declared lost meanwhile).
     """
-    extents = list(extents)
-    pack_ids = {e.pack_id for e in extents}
-    statement = (
-        sa.select(t.packs.c.pack_id)
-        .join(t.sessions, t.sessions.c.session_id == t.packs.c.session_id)
-        .where(
-            t.packs.c.pack_id.in_(pack_ids),
-            t.packs.c.session_id == session_id,
-            # a pack may roll over, and so be sealed by its own writer, before its last extents are named
-            t.packs.c.state.in_([PackState.OPEN, PackState.SEALED]),
-            t.sessions.c.state == SessionState.LIVE,
-        )
+    return [replace(extent, extent_id=_name(transaction, extent, session_id)) for extent in extents]
+
+
+def _name(transaction: Transaction, extent: Extent, session_id: str) -> int:
+    rows = _NAME.rows(
+        transaction,
+        pack_id=extent.pack_id,
+        session_id=session_id,
+        at_byte=extent.offset,
+        length=extent.length,
+        num_rows=extent.num_rows,
+        digests=extent.digests,
     )
-    live = {row.pack_id for row in connection.execute(share_rows(statement, connection))}
-    if live != pack_ids:
+    if not rows:
         raise LeaseLostError(
             "the pack's writer session was declared lost; its bytes are not taken",
             session_id=session_id,
-            packs=sorted(pack_ids - live),
+            path=extent.path,
         )
-    connection.execute(
-        sa.insert(t.extents),
-        [
-            {
-                "extent_id": e.extent_id,
-                "pack_id": e.pack_id,
-                "offset": e.offset,
-                "length": e.length,
-                "num_rows": e.num_rows,
-                "digests": e.digests,
-            }
-            for e in extents
-        ],
-    )
+    return int(rows[0][0])
 
 
-def move_extents(connection: Connection, moved: Mapping[str, Extent]) -> None:
+def move_extents(connection: Connection, moved: Mapping[int, Extent]) -> None:
     """Point extents (by id) at their new place."""
     for extent_id, place in moved.items():
         connection.execute(
@@ -146,17 +170,25 @@ def _extent(row: sa.Row[*tuple[Any, ...]]) -> Extent:
     )
 
 
-def find_extents(connection: Connection, extent_ids: Iterable[str]) -> dict[str, Extent]:
+_PLACED_OR_NOT = _PLACED.add_columns(t.quarantine.c.reason).outerjoin(
+    t.quarantine, t.quarantine.c.extent_id == t.extents.c.extent_id
+)
+
+
+def find_extents(connection: Connection, extent_ids: Iterable[int]) -> dict[int, Extent]:
     """Return where each extent lies now.
 
     Raises:
         NotFoundError: an id is unknown.
+        CorruptPackError: one is quarantined: its bytes are known to be damaged.
     """
     wanted = sorted(set(extent_ids))
-    found: dict[str, Extent] = {}
+    found: dict[int, Extent] = {}
     for at in range(0, len(wanted), 500):  # stays under SQLite's limit of bound values
         chunk = wanted[at : at + 500]
-        for row in connection.execute(_PLACED.where(t.extents.c.extent_id.in_(chunk))):
+        for row in connection.execute(_PLACED_OR_NOT.where(t.extents.c.extent_id.in_(chunk))):
+            if row.reason is not None:
+                raise _quarantined(row)
             found[row.extent_id] = _extent(row)
     missing = [e for e in wanted if e not in found]
     if missing:
@@ -164,7 +196,19 @@ def find_extents(connection: Connection, extent_ids: Iterable[str]) -> dict[str,
     return found
 
 
-def extents_of_pack(connection: Connection, pack_id: str) -> list[Extent]:
+def _quarantined(row: sa.Row[*tuple[Any, ...]]) -> CorruptPackError:
+    # A batch is what a trainer replays: without it there is no way on from the checkpoint before.
+    branch = " or branch from a checkpoint (`strawflow resume --from ... --branch ...`)" * (
+        row.kind in ("batch", "plan")
+    )
+    return CorruptPackError(
+        f"{row.path}: the extent at byte {row.offset} is in quarantine: {row.reason}; restore the file from a copy and run "
+        f"`strawflow index quarantine RUN --yes`{branch}",
+        extent_id=row.extent_id,
+    )
+
+
+def extents_of_pack(connection: Connection, pack_id: int) -> list[Extent]:
     rows = connection.execute(_PLACED.where(t.extents.c.pack_id == pack_id).order_by(t.extents.c.offset))
     return [_extent(row) for row in rows]
 

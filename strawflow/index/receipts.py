@@ -7,37 +7,79 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
-import sqlalchemy as sa
-from sqlalchemy.engine import Connection
-
+from strawflow import clock
 from strawflow.errors import ConflictError
-from strawflow.index import tables as t
+from strawflow.index.prepared import Prepared, Transaction, rows_value
 
 
-def find(connection: Connection, submission_id: str, *, verb: str, content_digest: str) -> Any | None:
+@dataclass(frozen=True)
+class Receipt:
+    """The answer to one submission; `content_digest` tells whether a repetition says the same thing."""
+
+    submission_id: str
+    verb: str
+    content_digest: bytes
+    answer: Any
+
+    def require_same(self, *, verb: str, content_digest: bytes) -> None:
+        """Raise ConflictError unless the submission at hand is the one that was answered."""
+        if (self.verb, self.content_digest) != (verb, content_digest):
+            raise ConflictError(
+                f"submission id was already used for {self.verb!r} with other content; use a new id",
+                submission_id=self.submission_id,
+            )
+
+
+_FIND = Prepared(
+    "SELECT receipts.submission_id, verb, content_digest, receipt FROM {each} JOIN receipts "
+    "ON receipts.submission_id = {text_value}"
+)
+_STORE = Prepared(
+    "INSERT INTO receipts (submission_id, verb, content_digest, receipt, at_ms) "
+    "VALUES (:submission_id, :verb, :content_digest, :receipt, :at_ms)"
+)
+_FORGET = Prepared("DELETE FROM receipts WHERE at_ms < :before_ms")
+
+
+def find_many(transaction: Transaction, submission_ids: Iterable[str]) -> dict[str, Receipt]:
+    """Return the receipts of those submissions that were accepted."""
+    rows = _FIND.rows(transaction, rows=rows_value(submission_ids))
+    return {row[0]: Receipt(row[0], row[1], bytes(row[2]), json.loads(row[3])) for row in rows}
+
+
+def find(transaction: Transaction, submission_id: str, *, verb: str, content_digest: bytes) -> Any | None:
     """Return the stored receipt of this submission, or None when it was never accepted.
 
     Raises:
         ConflictError: the id was used for another verb or other content.
     """
-    row = connection.execute(sa.select(t.receipts).where(t.receipts.c.submission_id == submission_id)).first()
-    if row is None:
+    found = find_many(transaction, [submission_id]).get(submission_id)
+    if found is None:
         return None
-    if (row.verb, row.content_digest) != (verb, content_digest):
-        raise ConflictError(
-            f"submission id was already used for {row.verb!r} with other content; use a new id",
-            submission_id=submission_id,
-        )
-    return json.loads(row.receipt)
+    found.require_same(verb=verb, content_digest=content_digest)
+    return found.answer
 
 
-def store(
-    connection: Connection, submission_id: str, *, verb: str, content_digest: str, receipt: Any
-) -> None:
-    connection.execute(
-        sa.insert(t.receipts).values(
-            submission_id=submission_id, verb=verb, content_digest=content_digest, receipt=json.dumps(receipt)
-        )
-    )
+def store(transaction: Transaction, receipts: Iterable[Receipt]) -> None:
+    """Write receipts; one of a submission that has its receipt already is refused by the primary key."""
+    rows = [
+        {
+            "submission_id": receipt.submission_id,
+            "verb": receipt.verb,
+            "content_digest": receipt.content_digest,
+            "receipt": json.dumps(receipt.answer, separators=(",", ":")),
+            "at_ms": clock.wall_ms(),
+        }
+        for receipt in receipts
+    ]
+    if rows:
+        _STORE.many(transaction, rows)
+
+
+def forget_before(transaction: Transaction, before_ms: int) -> int:
+    """Remove receipts older than any delivery can still be; returns how many."""
+    return _FORGET.count(transaction, before_ms=before_ms)

@@ -16,9 +16,10 @@ from sqlalchemy.engine import Connection
 
 from strawflow import clock, processes
 from strawflow.errors import LeaseLostError
-from strawflow.index import events
+from strawflow.index import events, meta
 from strawflow.index import tables as t
-from strawflow.index.engine import now, share_rows
+from strawflow.index.engine import now
+from strawflow.index.prepared import Prepared, Transaction
 from strawflow.states import SessionState
 
 
@@ -47,6 +48,7 @@ def start(connection: Connection, session_id: str, *, kind: str, ttl_s: float) -
             state=SessionState.LIVE,
             expires_at=now(connection) + ttl_s,
             started_at=clock.wall_time(),
+            incarnation=meta.incarnation(connection),
         )
     )
     events.record(connection, "session.started", session_id=session_id, kind=kind)
@@ -67,10 +69,13 @@ def renew(connection: Connection, session_id: str, *, ttl_s: float) -> None:
         raise LeaseLostError("the session is no longer live; stop the work", session_id=session_id)
 
 
-def require_live(connection: Connection, session_id: str) -> None:
+_STATE = Prepared("SELECT state FROM sessions WHERE session_id = :session_id {share}")
+
+
+def require_live(transaction: Transaction, session_id: str) -> None:
     """Raise LeaseLostError unless the session is live; holds its row so that it cannot be lost meanwhile."""
-    statement = sa.select(t.sessions.c.state).where(t.sessions.c.session_id == session_id)
-    state = connection.execute(share_rows(statement, connection)).scalar()
+    rows = _STATE.rows(transaction, session_id=session_id)
+    state = rows[0][0] if rows else None
     if state != SessionState.LIVE:
         raise LeaseLostError(
             "the session is no longer live; stop the work", session_id=session_id, state=state

@@ -2,12 +2,14 @@
 
 1. Rows never hold payload; the largest values are digests, error texts and small JSON records.
 2. The promise "trained exactly once" is the primary key of `assignments`; CHECKs and unique keys restate other invariants.
-3. The same definitions serve SQLite and PostgreSQL; migrations/ builds them, a test keeps the two equal.
+3. Where `sqlite_with_rowid` is False the rows are little more than their key: no second tree beside the key's.
+4. The same definitions serve SQLite and PostgreSQL; migrations/ builds them, a test keeps the two equal.
 """
 
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Any
 
 from sqlalchemy import (
     BigInteger,
@@ -24,6 +26,7 @@ from sqlalchemy import (
     Table,
     Text,
     UniqueConstraint,
+    text,
 )
 
 from strawflow.states import BatchState, PackState, SessionState, UnitState, WeightState
@@ -40,6 +43,11 @@ metadata = MetaData(
 
 # SQLite autoincrements only a column spelled INTEGER; PostgreSQL needs 64 bits.
 BigKey = BigInteger().with_variant(Integer, "sqlite")
+
+
+def _where(condition: str) -> dict[str, Any]:
+    """Return an index's condition for both dialects: it then holds only the rows a verb looks for."""
+    return {"sqlite_where": text(condition), "postgresql_where": text(condition)}
 
 
 def _one_of(column: str, states: type[StrEnum]) -> CheckConstraint:
@@ -67,6 +75,7 @@ sessions = Table(
     Column("expires_at", Float, nullable=False),  # index time, seconds
     Column("started_at", String, nullable=False),  # wall time, for display
     Column("ended_at", String),
+    Column("incarnation", BigInteger, nullable=False, default=0),  # of the index, when it started
     _one_of("state", SessionState),
     Index("ix_sessions_state_expires_at", "state", "expires_at"),
 )
@@ -74,7 +83,7 @@ sessions = Table(
 packs = Table(
     "packs",
     metadata,
-    Column("pack_id", String, primary_key=True),
+    Column("pack_id", BigKey, primary_key=True, autoincrement=True),
     Column("kind", String, nullable=False),
     Column("path", String, nullable=False, unique=True),
     Column("state", String, nullable=False),
@@ -82,6 +91,8 @@ packs = Table(
     Column("num_bytes", BigInteger),
     Column("num_rows", BigInteger),
     Column("created_at", String, nullable=False),
+    Column("sealed_at", Float),  # index time, seconds
+    Column("condemned_at", Float),  # index time, seconds: its file goes once references have aged out
     _one_of("state", PackState),
     Index("ix_packs_state_session_id", "state", "session_id"),
 )
@@ -89,12 +100,33 @@ packs = Table(
 extents = Table(
     "extents",
     metadata,
-    Column("extent_id", String, primary_key=True),
-    Column("pack_id", String, ForeignKey("packs.pack_id"), nullable=False, index=True),
+    Column("extent_id", BigKey, primary_key=True, autoincrement=True),
+    Column("pack_id", BigInteger, ForeignKey("packs.pack_id"), nullable=False, index=True),
     Column("offset", BigInteger, nullable=False),
     Column("length", BigInteger, nullable=False),
     Column("num_rows", BigInteger, nullable=False),
     Column("digests", LargeBinary, nullable=False),
+)
+
+quarantine = Table(
+    "quarantine",
+    metadata,
+    Column("extent_id", BigInteger, ForeignKey("extents.extent_id"), primary_key=True, autoincrement=False),
+    Column("reason", Text, nullable=False),
+    Column("at", String, nullable=False),
+)
+
+pins = Table(
+    "pins",
+    metadata,
+    Column("pin_id", BigKey, primary_key=True, autoincrement=True),
+    Column("subject_kind", String, nullable=False),  # pack, batch, checkpoint or weights
+    Column("subject", String, nullable=False),
+    Column("reason", Text, nullable=False),
+    Column("session_id", String),  # ends with this worker session; null: until it is removed
+    Column("at", String, nullable=False),
+    CheckConstraint("subject_kind IN ('pack', 'batch', 'checkpoint', 'weights')", name="subject_kind_known"),
+    Index("ix_pins_subject_kind_subject", "subject_kind", "subject"),
 )
 
 datasets = Table(
@@ -122,7 +154,9 @@ segment_extents = Table(
     metadata,
     Column("segment_id", BigInteger, ForeignKey("segments.segment_id"), primary_key=True),
     Column("first_row", BigInteger, primary_key=True),
-    Column("extent_id", String, ForeignKey("extents.extent_id"), nullable=False),
+    Column("extent_id", BigInteger, ForeignKey("extents.extent_id"), nullable=False),
+    Index("ix_segment_extents_extent_id", "extent_id"),
+    sqlite_with_rowid=False,
 )
 
 prompt_rows = Table(
@@ -131,6 +165,7 @@ prompt_rows = Table(
     Column("dataset_id", String, ForeignKey("datasets.dataset_id"), primary_key=True),
     Column("digest", LargeBinary(16), primary_key=True),
     Column("occurrence", Integer, primary_key=True),
+    sqlite_with_rowid=False,
 )
 
 branches = Table(
@@ -139,6 +174,7 @@ branches = Table(
     Column("branch_id", String, primary_key=True),
     Column("parent_id", String),
     Column("from_checkpoint_id", String),
+    Column("from_step", BigInteger),  # batches up to this step are the parent's
     Column("created_at", String, nullable=False),
 )
 
@@ -157,7 +193,8 @@ cursors = Table(
 units = Table(
     "units",
     metadata,
-    Column("unit_id", BigKey, primary_key=True, autoincrement=True),
+    # Given from the counter in meta, so that bytes written before the transaction can name them.
+    Column("unit_id", BigKey, primary_key=True, autoincrement=False),
     Column("branch_id", String, ForeignKey("branches.branch_id"), nullable=False),
     Column("purpose", String, nullable=False),  # train, demo or eval
     Column("profile", String, nullable=False),  # name of the sampling settings in the run's configuration
@@ -166,16 +203,24 @@ units = Table(
     Column("position", BigInteger, nullable=False),
     Column("state", String, nullable=False),
     Column("required_version_id", String),  # eval: the only weight version that may serve it
-    Column("priority", Integer, nullable=False, default=0),
+    Column("claim_class", Integer, nullable=False, default=1),  # 0 parked, 1 fresh: parked go first
+    # inside a class the lowest goes first: minus the priority, so that one plain index holds the order of claims
+    Column("precedence", Integer, nullable=False, default=0),
+    Column(
+        "scheduling_key", BigInteger, nullable=False, default=0
+    ),  # then the lower; parked: oldest weight step
+    Column("not_before", Float),  # index time, seconds: ready, and not offered until then
     Column("fence", BigInteger, nullable=False, default=0),
     Column("seq", BigInteger, nullable=False, default=0),
     Column("attempts", Integer, nullable=False, default=0),
-    Column(
-        "crashes", Integer, nullable=False, default=0
-    ),  # lost together with other units: see index.units.rescue
+    # lost together with other units: see index.rescues
+    Column("crashes", Integer, nullable=False, default=0),
+    Column("parks", Integer, nullable=False, default=0),
+    Column("requeues", Integer, nullable=False, default=0),
     Column("session_id", String),
     Column("last_error", Text),
-    Column("extent_id", String, ForeignKey("extents.extent_id")),  # trajectories of the accepted completion
+    # completed: the trajectories of the accepted completion; otherwise the progress last saved, if any
+    Column("extent_id", BigInteger, ForeignKey("extents.extent_id")),
     Column("row_start", Integer),
     Column("row_count", Integer),
     Column("version_step", BigInteger),  # oldest weight step among the sampled tokens
@@ -184,9 +229,28 @@ units = Table(
     UniqueConstraint("branch_id", "profile", "segment_id", "epoch", "position"),
     _one_of("state", UnitState),
     CheckConstraint("(state = 'leased') = (session_id IS NOT NULL)", name="leased_iff_session"),
-    CheckConstraint("(state = 'completed') = (extent_id IS NOT NULL)", name="completed_iff_extent"),
-    Index("ix_units_claim", "branch_id", "state", "priority", "unit_id"),
-    Index("ix_units_session_id", "session_id"),
+    CheckConstraint("state <> 'completed' OR extent_id IS NOT NULL", name="completed_has_extent"),
+    CheckConstraint("not_before IS NULL OR state = 'ready'", name="only_ready_waits"),
+    Index(
+        "ix_units_claim",
+        "branch_id",
+        "claim_class",
+        "precedence",
+        "scheduling_key",
+        "unit_id",
+        **_where("state = 'ready' AND not_before IS NULL"),
+    ),
+    Index("ix_units_not_before", "branch_id", "not_before", **_where("not_before IS NOT NULL")),
+    Index("ix_units_session_id", "session_id", **_where("session_id IS NOT NULL")),
+    Index("ix_units_failed", "branch_id", "purpose", "unit_id", **_where("state = 'failed'")),
+    Index(
+        "ix_units_bound",
+        "branch_id",
+        "epoch",
+        "unit_id",
+        **_where("required_version_id IS NOT NULL AND state IN ('ready', 'leased')"),
+    ),
+    Index("ix_units_extent_id", "extent_id", **_where("extent_id IS NOT NULL")),
 )
 
 consumers = Table(
@@ -194,8 +258,9 @@ consumers = Table(
     metadata,
     Column("branch_id", String, ForeignKey("branches.branch_id"), primary_key=True),
     Column("consumer", String, primary_key=True),
-    Column("position", BigInteger, nullable=False),  # last step covered by a checkpoint
+    Column("position", BigInteger, nullable=False),  # last step covered by a checkpoint or an advance
     Column("planned", BigInteger, nullable=False),  # last step with a stored batch
+    Column("purposes", String, nullable=False, default="demo,train"),  # of the units it is offered
 )
 
 roles = Table(
@@ -212,23 +277,40 @@ offers = Table(
     metadata,
     Column("branch_id", String, primary_key=True),
     Column("consumer", String, primary_key=True),
+    Column("purpose", String, primary_key=True),
+    # Copied from the unit: the order in which a consumer takes offers is the order of this key.
+    Column("version_step", BigInteger, primary_key=True),
     Column("unit_id", BigInteger, ForeignKey("units.unit_id"), primary_key=True),
+    Index("ix_offers_unit_id", "unit_id"),
+    sqlite_with_rowid=False,
 )
 
 assignments = Table(
     "assignments",
     metadata,
+    # By unit first: what became of one unit is one look, and so is the check that a retired unit leaves none behind.
+    Column("unit_id", BigInteger, ForeignKey("units.unit_id"), primary_key=True),
     Column("branch_id", String, primary_key=True),
     Column("consumer", String, primary_key=True),
     Column("epoch", Integer, primary_key=True),
-    Column("unit_id", BigInteger, ForeignKey("units.unit_id"), primary_key=True),
     Column("batch_id", BigInteger, ForeignKey("batches.batch_id")),
     Column("outcome", String, nullable=False),  # trained or dropped
     Column("reason", String),
+    Column("at_step", BigInteger, nullable=False),  # the step that was being planned
     CheckConstraint("outcome IN ('trained', 'dropped')", name="outcome_known"),
     CheckConstraint("(outcome = 'dropped') = (reason IS NOT NULL)", name="dropped_iff_reason"),
     CheckConstraint("outcome = 'dropped' OR batch_id IS NOT NULL", name="trained_in_batch"),
     Index("ix_assignments_batch_id", "batch_id"),
+    sqlite_with_rowid=False,
+)
+
+tallies = Table(
+    "tallies",
+    metadata,
+    Column("branch_id", String, primary_key=True),
+    Column("name", String, primary_key=True),  # what is counted, e.g. dropped/trainer/train
+    Column("value", BigInteger, nullable=False),
+    sqlite_with_rowid=False,
 )
 
 batches = Table(
@@ -249,10 +331,11 @@ batches = Table(
     Column(
         "digest", String, nullable=False
     ),  # chained: xxh3-128 over the previous batch's digest and this one's extents
-    Column("plan_extent_id", String, ForeignKey("extents.extent_id"), nullable=False),
+    Column("plan_extent_id", BigInteger, ForeignKey("extents.extent_id"), nullable=False),
     Column("fence", BigInteger, nullable=False),
     Column("planned_at", String, nullable=False),
     UniqueConstraint("branch_id", "consumer", "step"),
+    Index("ix_batches_plan_extent_id", "plan_extent_id"),
     _one_of("state", BatchState),
 )
 
@@ -263,7 +346,9 @@ batch_extents = Table(
     Column("mini_batch", Integer, primary_key=True),
     Column("slice", Integer, primary_key=True),
     Column("micro_batch", Integer, primary_key=True),
-    Column("extent_id", String, ForeignKey("extents.extent_id"), nullable=False),
+    Column("extent_id", BigInteger, ForeignKey("extents.extent_id"), nullable=False),
+    Index("ix_batch_extents_extent_id", "extent_id"),
+    sqlite_with_rowid=False,
 )
 
 checkpoints = Table(
@@ -278,6 +363,10 @@ checkpoints = Table(
     Column("state_digest", String, nullable=False),
     Column("batch_digest", String, nullable=False),
     Column("created_at", String, nullable=False),
+    # Where a branch from here starts: the cursors (JSON) and the last unit admitted; null before revision 0002.
+    Column("cursors", Text),
+    Column("last_unit_id", BigInteger),
+    Column("files_removed", Boolean, nullable=False, default=False),
     UniqueConstraint("branch_id", "consumer", "step"),
 )
 
@@ -326,15 +415,18 @@ receipts = Table(
     metadata,
     Column("submission_id", String, primary_key=True),
     Column("verb", String, nullable=False),
-    Column("content_digest", String, nullable=False),
+    Column("content_digest", LargeBinary, nullable=False),
     Column("receipt", Text, nullable=False),  # JSON
+    Column("at_ms", BigInteger, nullable=False),  # wall time, milliseconds since 1970
+    Index("ix_receipts_at_ms", "at_ms"),
+    sqlite_with_rowid=False,
 )
 
 events = Table(
     "events",
     metadata,
     Column("event_id", BigKey, primary_key=True, autoincrement=True),
-    Column("at", String, nullable=False),  # wall time, for display
+    Column("at_ms", BigInteger, nullable=False),  # wall time, milliseconds since 1970, for display
     Column("name", String, nullable=False),
     Column("session_id", String),
     Column("unit_id", BigInteger),

@@ -1,27 +1,24 @@
-"""Units: the leasable prompt groups, and one guarded statement per transition.
+"""Units: the leasable prompt groups, how they come to be, and what can be asked of them.
 
-1. A grant raises the fence; every later write must name the fence it was granted.
-2. Attempts count at grant. A unit that was lost together with others gets its attempt back (the crash may be another
-   unit's doing) and counts a crash; after `CRASHES_BEFORE_ALONE` of them it is granted only alone, so that the culprit
-   alone can exhaust its attempts.
-3. Claims take priority first, then first in.
+1. Unit ids come from a counter in meta, so that bytes written before the transaction can name them.
+2. The transitions of a worker's lease are index.leases'; here are those of admission and of an operator.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
-from strawflow.errors import IllegalTransitionError, LeaseLostError, NotFoundError
-from strawflow.index import events
+from strawflow.errors import ConflictError, IllegalTransitionError, NotFoundError
+from strawflow.index import branches, events, meta, retired
 from strawflow.index import tables as t
-from strawflow.index.engine import skip_locked
+from strawflow.index.prepared import Prepared, Transaction, rows_value
 from strawflow.states import UnitState
-
-CRASHES_BEFORE_ALONE = 3
 
 
 @dataclass(frozen=True)
@@ -39,9 +36,11 @@ class Unit:
     seq: int
     attempts: int
     crashes: int
+    parks: int
+    requeues: int
     session_id: str | None
     last_error: str | None
-    extent_id: str | None
+    extent_id: int | None
     row_start: int | None
     row_count: int | None
     version_step: int | None
@@ -49,13 +48,17 @@ class Unit:
     num_tokens: int | None
 
 
-COLUMNS = [t.units.c[name] for name in Unit.__dataclass_fields__]
+COLUMN_NAMES = tuple(Unit.__dataclass_fields__)
+COLUMNS = [t.units.c[name] for name in COLUMN_NAMES]
+_STATE_AT = COLUMN_NAMES.index("state")
+_STATES = {state.value: state for state in UnitState}
 
 
-def to_unit(row: sa.Row[tuple[object, ...]]) -> Unit:
-    values = dict(row._mapping)  # the public row mapping of SQLAlchemy
-    values["state"] = UnitState(str(values["state"]))
-    return Unit(**values)  # type: ignore[arg-type]
+def to_unit(row: Sequence[Any]) -> Unit:
+    """Return the unit of a row of `COLUMNS`."""
+    values = list(row)
+    values[_STATE_AT] = _STATES[values[_STATE_AT]]
+    return Unit(*values)
 
 
 @dataclass(frozen=True)
@@ -67,212 +70,157 @@ class NewUnit:
     position: int
     required_version_id: str | None = None
     priority: int = 0
+    """Higher goes first."""
+    scheduling_key: int = 0
+    """Inside a priority, lower goes first."""
+    delay_s: float = 0.0
+    """Not offered before so many seconds have passed."""
+
+
+LAST_UNIT_ID = "last_unit_id"
+"""Key of the counter in meta that unit ids come from."""
+
+
+def take_ids(connection: Connection, count: int) -> int:
+    """Take `count` unit ids that nobody else will get; returns the first. Ids that stay unused leave a gap."""
+    return int(meta.add(connection, LAST_UNIT_ID, count)) - count + 1
+
+
+def require_unused(connection: Connection, first_id: int) -> None:
+    """Refuse unit ids taken before others that were admitted meanwhile: ids grow in the order of admission.
+
+    Others admitting wait until the transaction ends.
+
+    Raises:
+        ConflictError: a later unit was admitted already; take ids again.
+    """
+    meta.hold(connection, LAST_UNIT_ID)
+    last = connection.execute(sa.select(sa.func.max(t.units.c.unit_id))).scalar()
+    if last is not None and last >= first_id:
+        raise ConflictError("units were admitted by another worker meanwhile; admit again", unit_id=last)
+
+
+_ADMIT = Prepared(
+    "INSERT INTO units (unit_id, branch_id, purpose, profile, segment_id, epoch, position, state, "
+    "required_version_id, claim_class, precedence, scheduling_key, not_before, fence, seq, attempts, crashes, parks, "
+    "requeues) SELECT CAST(r.value->>0 AS BIGINT), :branch_id, r.value->>1, r.value->>2, CAST(r.value->>3 AS BIGINT), "
+    "CAST(r.value->>4 AS INTEGER), CAST(r.value->>5 AS BIGINT), 'ready', r.value->>6, 1, "
+    "CAST(r.value->>7 AS INTEGER), CAST(r.value->>8 AS BIGINT), "
+    "CASE WHEN CAST(r.value->>9 AS DOUBLE PRECISION) > 0 THEN {now} + CAST(r.value->>9 AS DOUBLE PRECISION) END, "
+    "0, 0, 0, 0, 0, 0 FROM {each}"
+)
+
+
+def admit(connection: Connection, branch_id: str, units: Sequence[NewUnit], *, first_id: int) -> None:
+    """Insert ready units, numbered from `first_id`; the unique key (branch, profile, segment, epoch, position)
+    forbids a second admission."""
+    for at in range(0, len(units), 5000):
+        rows = [
+            (
+                first_id + at + number,
+                u.purpose,
+                u.profile,
+                u.segment_id,
+                u.epoch,
+                u.position,
+                u.required_version_id,
+                -u.priority,
+                u.scheduling_key,
+                u.delay_s,
+            )
+            for number, u in enumerate(units[at : at + 5000])
+        ]
+        _ADMIT.count(connection, branch_id=branch_id, rows=rows_value(rows))
 
 
 @dataclass(frozen=True)
-class Completion:
-    """What a completed unit points at."""
+class Carried:
+    """A unit of a branch that a new one takes up again, with its result or pristine."""
 
-    unit_id: int
-    fence: int
-    seq: int
-    extent_id: str
-    row_start: int
-    row_count: int
-    version_step: int
-    mean_reward: float | None
-    num_tokens: int
+    unit: Unit
+    dataset_id: str
+    precedence: int
+    keeps: bool
 
 
-def admit(connection: Connection, branch_id: str, units: Sequence[NewUnit]) -> None:
-    """Insert ready units; the unique key (branch, profile, segment, epoch, position) forbids a second admission."""
-    if units:
-        connection.execute(
-            sa.insert(t.units),
-            [
-                {
-                    "branch_id": branch_id,
-                    "purpose": u.purpose,
-                    "profile": u.profile,
-                    "segment_id": u.segment_id,
-                    "epoch": u.epoch,
-                    "position": u.position,
-                    "state": UnitState.READY,
-                    "required_version_id": u.required_version_id,
-                    "priority": u.priority,
-                }
-                for u in units
-            ],
-        )
+def to_carry(
+    connection: Connection, branch_id: str, consumer: str, *, last_unit_id: int, step: int, reuse: bool
+) -> list[Carried]:
+    """Return the units up to `last_unit_id` that had no fate when `step` was planned, for another branch to take up.
 
-
-def claim(
-    connection: Connection,
-    branch_id: str,
-    session_id: str,
-    *,
-    limit: int,
-    serving_version_id: str | None,
-    purposes: Sequence[str] | None = None,
-) -> list[Unit]:
-    """Lease up to `limit` ready units to a session; an empty list when there is none.
-
-    Units that need a certain weight version are granted only to an engine serving it. A unit with a record of crashes
-    is granted only when the session holds nothing else, and then alone.
+    With `reuse` those completed from weights of at most `step` keep their result. Units of evaluation are left out.
     """
-    u = t.units.c
-    eligible = [
-        u.branch_id == branch_id,
-        u.state == UnitState.READY,
-        sa.or_(u.required_version_id.is_(None), u.required_version_id == serving_version_id),
-    ]
-    if purposes is not None:
-        eligible.append(u.purpose.in_(purposes))
-    order = (u.priority.desc(), u.unit_id)
-    picked = [
-        row.unit_id
-        for row in connection.execute(
-            skip_locked(
-                sa.select(u.unit_id)
-                .where(*eligible, u.crashes < CRASHES_BEFORE_ALONE)
-                .order_by(*order)
-                .limit(limit),
-                connection,
-            )
-        )
-    ]
-    if not picked and not num_leased(connection, session_id):
-        suspect = sa.select(u.unit_id).where(*eligible).order_by(*order).limit(1)
-        picked = [row.unit_id for row in connection.execute(skip_locked(suspect, connection))]
-    if not picked:
-        return []
-    granted = connection.execute(
-        sa.update(t.units)
-        .where(u.unit_id.in_(picked), u.state == UnitState.READY)
-        .values(
-            state=UnitState.LEASED,
-            session_id=session_id,
-            fence=u.fence + 1,
-            seq=0,
-            attempts=u.attempts + 1,
-        )
-        .returning(*COLUMNS)
+    u, a, s = t.units.c, t.assignments.c, t.segments.c
+    settled = sa.exists().where(
+        a.branch_id == branch_id,
+        a.consumer == consumer,
+        a.epoch == u.epoch,
+        a.unit_id == u.unit_id,
+        a.at_step <= step,
     )
-    units = sorted((to_unit(row) for row in granted), key=lambda unit: unit.unit_id)
-    events.record(connection, "units.claimed", session_id=session_id, units=[x.unit_id for x in units])
-    return units
-
-
-def any_ready(connection: Connection, branch_id: str, *, purposes: Sequence[str] | None = None) -> bool:
-    """Tell whether any unit of these purposes is ready."""
-    statement = sa.select(t.units.c.unit_id).where(
-        t.units.c.branch_id == branch_id, t.units.c.state == UnitState.READY
-    )
-    if purposes is not None:
-        statement = statement.where(t.units.c.purpose.in_(purposes))
-    return connection.execute(statement.limit(1)).first() is not None
-
-
-def num_leased(connection: Connection, session_id: str) -> int:
-    return int(
-        connection.execute(sa.select(sa.func.count()).where(t.units.c.session_id == session_id)).scalar_one()
-    )
-
-
-def complete(connection: Connection, session_id: str, completion: Completion) -> None:
-    """Store a unit's result under the fence it was granted.
-
-    Raises:
-        LeaseLostError: the fence was superseded, or a later write of this lease already landed.
-    """
-    done = connection.execute(
-        sa.update(t.units)
-        .where(*_held(completion.unit_id, session_id, completion.fence), t.units.c.seq < completion.seq)
-        .values(
-            state=UnitState.COMPLETED,
-            session_id=None,
-            seq=completion.seq,
-            extent_id=completion.extent_id,
-            row_start=completion.row_start,
-            row_count=completion.row_count,
-            version_step=completion.version_step,
-            mean_reward=completion.mean_reward,
-            num_tokens=completion.num_tokens,
-            last_error=None,
-        )
-    )
-    if done.rowcount == 0:
-        raise _lost(connection, completion.unit_id, session_id, completion.fence)
-    events.record(connection, "unit.completed", session_id=session_id, unit_id=completion.unit_id)
-
-
-def fail(
-    connection: Connection, session_id: str, unit_id: int, *, fence: int, error: str, max_attempts: int
-) -> UnitState:
-    """End an attempt with an error: ready again, or failed once the attempts are used up.
-
-    Raises:
-        LeaseLostError: the fence was superseded.
-    """
-    used_up = t.units.c.attempts >= max_attempts
-    row = connection.execute(
-        sa.update(t.units)
-        .where(*_held(unit_id, session_id, fence))
-        .values(
-            state=sa.case((used_up, UnitState.FAILED.value), else_=UnitState.READY.value),
-            session_id=None,
-            last_error=error,
-        )
-        .returning(t.units.c.state)
-    ).first()
-    if row is None:
-        raise _lost(connection, unit_id, session_id, fence)
-    state = UnitState(row.state)
-    name = "unit.failed" if state is UnitState.FAILED else "unit.attempt_failed"
-    events.record(connection, name, session_id=session_id, unit_id=unit_id, error=error)
-    return state
-
-
-def release(connection: Connection, session_id: str, unit_ids: Iterable[int]) -> int:
-    """Give unworked leases back: ready again, the attempt refunded; returns how many were still held."""
-    done = connection.execute(
-        sa.update(t.units)
-        .where(
-            t.units.c.unit_id.in_(list(unit_ids)),
-            t.units.c.session_id == session_id,
-            t.units.c.state == UnitState.LEASED,
-        )
-        .values(state=UnitState.READY, session_id=None, attempts=t.units.c.attempts - 1)
-    )
-    return int(done.rowcount)
-
-
-def rescue(connection: Connection, session_id: str, *, reason: str, max_attempts: int) -> list[Unit]:
-    """Take every lease of a lost session back; returns the units, ready again or failed.
-
-    Lost among others: the attempt is refunded and a crash counted. Lost alone: the attempt stands, and a unit whose
-    attempts are used up is set aside as failed with `reason`.
-    """
-    held = t.units.c.session_id == session_id
-    alone = num_leased(connection, session_id) == 1
-    used_up = sa.and_(sa.literal(alone), t.units.c.attempts >= max_attempts)
     rows = connection.execute(
-        sa.update(t.units)
-        .where(held, t.units.c.state == UnitState.LEASED)
-        .values(
-            state=sa.case((used_up, UnitState.FAILED.value), else_=UnitState.READY.value),
-            session_id=None,
-            attempts=t.units.c.attempts - (0 if alone else 1),
-            crashes=t.units.c.crashes + (0 if alone else 1),
-            last_error=reason,
-        )
-        .returning(*COLUMNS)
+        sa.select(*COLUMNS, u.precedence, s.dataset_id)
+        .join(t.segments, s.segment_id == u.segment_id)
+        .where(u.branch_id == branch_id, u.unit_id <= last_unit_id, u.purpose != "eval", ~settled)
+        .order_by(u.unit_id)
     )
-    units = [to_unit(row) for row in rows]
-    for unit in units:
-        name = "unit.failed" if unit.state is UnitState.FAILED else "unit.rescued"
-        events.record(connection, name, session_id=session_id, unit_id=unit.unit_id, error=reason)
-    return units
+    found = []
+    for row in rows:
+        unit = to_unit(row[: len(COLUMN_NAMES)])
+        keeps = reuse and unit.state is UnitState.COMPLETED and (unit.version_step or 0) <= step
+        found.append(Carried(unit, row.dataset_id, row.precedence, keeps))
+    return found
+
+
+def carry_over(
+    connection: Connection, carried: Sequence[Carried], *, to_branch: str, consumer: str, first_id: int
+) -> None:
+    """Admit units again, on another branch, numbered from `first_id`; those that keep their result are offered."""
+    if not carried:
+        return
+    connection.execute(
+        sa.insert(t.units),
+        [
+            {
+                **{name: getattr(c.unit, name) for name in _ADMITTED},
+                **{name: getattr(c.unit, name) if c.keeps else None for name in _RESULT},
+                "unit_id": first_id + number,
+                "branch_id": to_branch,
+                "state": UnitState.COMPLETED if c.keeps else UnitState.READY,
+                "precedence": c.precedence,
+            }
+            for number, c in enumerate(carried)
+        ],
+    )
+    _OFFER_CARRIED.count(connection, branch_id=to_branch, consumer=consumer)
+
+
+def taken_over(connection: Connection, branch_id: str) -> dict[tuple[int, int], int]:
+    """Return {(unit, fence) that sampled: unit of this branch} of the units whose trajectories another branch sampled."""
+    mine, other = t.units.alias(), t.units.alias()
+    rows = connection.execute(
+        sa.select(other.c.unit_id, other.c.fence, mine.c.unit_id)
+        .join(
+            other,
+            sa.and_(other.c.extent_id == mine.c.extent_id, other.c.row_start == mine.c.row_start),
+        )
+        .where(
+            mine.c.branch_id == branch_id,
+            other.c.branch_id != branch_id,
+            mine.c.state == UnitState.COMPLETED,
+            other.c.state == UnitState.COMPLETED,
+        )
+    )
+    return {(row[0], row[1]): row[2] for row in rows}
+
+
+_ADMITTED = ("purpose", "profile", "segment_id", "epoch", "position")
+_RESULT = ("extent_id", "row_start", "row_count", "version_step", "mean_reward", "num_tokens")
+_OFFER_CARRIED = Prepared(
+    "INSERT INTO offers (branch_id, consumer, purpose, version_step, unit_id) "
+    "SELECT branch_id, :consumer, purpose, version_step, unit_id FROM units "
+    "WHERE branch_id = :branch_id AND state = 'completed'"
+)
 
 
 def retry(connection: Connection, unit_id: int) -> None:
@@ -311,11 +259,20 @@ def requeue(connection: Connection, unit_id: int, *, reason: str) -> None:
             mean_reward=None,
             num_tokens=None,
             attempts=0,
+            requeues=t.units.c.requeues + 1,
         )
     )
     if done.rowcount == 0:
         raise IllegalTransitionError(f"unit {unit_id} is not completed, it cannot be requeued")
     events.record(connection, "unit.requeued", unit_id=unit_id, reason=reason)
+
+
+def is_there(connection: Connection, unit_id: int) -> bool:
+    """Tell whether the index holds a unit: it was admitted and is not retired."""
+    return (
+        connection.execute(sa.select(t.units.c.unit_id).where(t.units.c.unit_id == unit_id)).first()
+        is not None
+    )
 
 
 def find(connection: Connection, unit_id: int) -> Unit:
@@ -328,6 +285,21 @@ def find(connection: Connection, unit_id: int) -> Unit:
     if row is None:
         raise NotFoundError(f"there is no unit {unit_id}")
     return to_unit(row)
+
+
+_STILL_HELD = Prepared(
+    f"SELECT {', '.join(f'units.{name}' for name in COLUMN_NAMES)} FROM {{each}} JOIN units "
+    "ON units.unit_id = CAST(r.value->>0 AS BIGINT) AND units.fence = CAST(r.value->>1 AS BIGINT) "
+    "AND units.state = 'leased' AND units.session_id = :session_id"
+)
+
+
+def held(transaction: Transaction, session_id: str, keys: Sequence[tuple[int, int]]) -> list[Unit]:
+    """Return those of (unit id, fence) that the session still holds."""
+    if not keys:
+        return []
+    rows = _STILL_HELD.rows(transaction, session_id=session_id, rows=rows_value(keys))
+    return [to_unit(row) for row in rows]
 
 
 def listed(
@@ -354,18 +326,21 @@ def listed(
 
 
 def count_by_state(connection: Connection, branch_id: str) -> dict[tuple[str, str], int]:
-    """Return {(purpose, state): number of units}."""
+    """Return {(purpose, state): number of units}, retired ones included."""
     rows = connection.execute(
         sa.select(t.units.c.purpose, t.units.c.state, sa.func.count())
         .where(t.units.c.branch_id == branch_id)
         .group_by(t.units.c.purpose, t.units.c.state)
     )
-    return {(purpose, state): count for purpose, state, count in rows}
+    counts = Counter({(purpose, state): count for purpose, state, count in rows})
+    counts.update(retired.units(connection, branch_id))
+    return dict(counts)
 
 
 def total_tokens(connection: Connection, branch_id: str) -> int:
-    """Return the response tokens of all completed units."""
-    return int(
+    """Return the response tokens of all completed units, retired ones included."""
+    gone = retired.num_tokens(connection, branch_id, without="demo")
+    return gone + int(
         connection.execute(
             sa.select(sa.func.coalesce(sa.func.sum(t.units.c.num_tokens), 0)).where(
                 t.units.c.branch_id == branch_id, t.units.c.purpose != "demo"
@@ -387,11 +362,30 @@ def num_unfinished(connection: Connection, branch_id: str, *, purpose: str) -> i
     )
 
 
-def of_profile(connection: Connection, branch_id: str, *, profile: str, epoch: int) -> list[Unit]:
-    """Return the units of one profile and epoch, in order of admission."""
+def of_batch(connection: Connection, batch_id: int) -> list[Unit]:
+    """Return the units that a batch trained."""
     rows = connection.execute(
         sa.select(*COLUMNS)
-        .where(t.units.c.branch_id == branch_id, t.units.c.profile == profile, t.units.c.epoch == epoch)
+        .join(t.assignments, t.assignments.c.unit_id == t.units.c.unit_id)
+        .where(t.assignments.c.batch_id == batch_id, t.assignments.c.outcome == "trained")
+        .order_by(t.units.c.unit_id)
+    )
+    return [to_unit(row) for row in rows]
+
+
+def of_profile(connection: Connection, branch_id: str, *, profile: str, epoch: int) -> list[Unit]:
+    """Return the units of one profile and epoch on the branch's line, in order of admission.
+
+    For evaluation, where the epoch is the step of the weights under test.
+    """
+    holder = next(
+        s.branch_id
+        for s in reversed(branches.lineage(connection, branch_id))
+        if s.up_to_step is None or epoch <= s.up_to_step
+    )
+    rows = connection.execute(
+        sa.select(*COLUMNS)
+        .where(t.units.c.branch_id == holder, t.units.c.profile == profile, t.units.c.epoch == epoch)
         .order_by(t.units.c.unit_id)
     )
     return [to_unit(row) for row in rows]
@@ -419,23 +413,3 @@ def oldest_required_version(connection: Connection, branch_id: str) -> str | Non
         .order_by(t.units.c.epoch, t.units.c.unit_id)
         .limit(1)
     ).scalar()
-
-
-def _held(unit_id: int, session_id: str, fence: int) -> tuple[sa.ColumnElement[bool], ...]:
-    return (
-        t.units.c.unit_id == unit_id,
-        t.units.c.state == UnitState.LEASED,
-        t.units.c.session_id == session_id,
-        t.units.c.fence == fence,
-    )
-
-
-def _lost(connection: Connection, unit_id: int, session_id: str, fence: int) -> LeaseLostError:
-    found = find(connection, unit_id)
-    return LeaseLostError(
-        f"the lease of unit {unit_id} was taken over; throw this result away",
-        fence=fence,
-        found_fence=found.fence,
-        found_state=found.state,
-        session_id=session_id,
-    )

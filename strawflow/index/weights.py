@@ -14,9 +14,10 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from strawflow import clock
-from strawflow.index import events
+from strawflow.index import branches, events
 from strawflow.index import tables as t
-from strawflow.index.engine import share_rows
+from strawflow.index.engine import lock_rows, share_rows
+from strawflow.index.pins import PinKind, is_pinned
 from strawflow.states import WeightState
 
 
@@ -89,11 +90,15 @@ def kill_after(connection: Connection, branch_id: str, *, step: int) -> list[str
 
 
 def newest(connection: Connection, branch_id: str) -> WeightVersion | None:
-    """Return the published version of the highest step whose files are kept."""
+    """Return the published version of the highest step on the branch's line whose files are kept."""
     w = t.weight_versions
     row = connection.execute(
         sa.select(w)
-        .where(w.c.branch_id == branch_id, w.c.state == WeightState.PUBLISHED, w.c.files_removed.is_(False))
+        .where(
+            branches.seen(connection, w, branch_id),
+            w.c.state == WeightState.PUBLISHED,
+            w.c.files_removed.is_(False),
+        )
         .order_by(w.c.step.desc(), w.c.fence.desc())
         .limit(1)
     ).first()
@@ -113,7 +118,7 @@ def of_step(connection: Connection, branch_id: str, step: int) -> WeightVersion 
     row = connection.execute(
         sa.select(w)
         .where(
-            w.c.branch_id == branch_id,
+            branches.seen(connection, w, branch_id),
             w.c.step == step,
             w.c.state == WeightState.PUBLISHED,
             w.c.files_removed.is_(False),
@@ -128,7 +133,9 @@ def dead_ids(connection: Connection, branch_id: str) -> dict[str, int]:
     """Return {version id: step} of the dead versions."""
     w = t.weight_versions.c
     rows = connection.execute(
-        sa.select(w.version_id, w.step).where(w.branch_id == branch_id, w.state == WeightState.DEAD)
+        sa.select(w.version_id, w.step).where(
+            branches.seen(connection, t.weight_versions, branch_id), w.state == WeightState.DEAD
+        )
     )
     return {row.version_id: row.step for row in rows}
 
@@ -155,8 +162,23 @@ def dead_among(connection: Connection, version_ids: Collection[str]) -> list[str
     ]
 
 
-def removable(connection: Connection, branch_id: str, *, keep_last: int) -> list[WeightVersion]:
-    """Return versions whose files nothing needs: not the newest `keep_last`, not in an engine, not required by a unit."""
+def _is_in_use() -> sa.ColumnElement[bool]:
+    """Return the condition that an engine serves a version, an unfinished unit waits for it, or it is pinned."""
+    w = t.weight_versions.c
+    served = sa.exists().where(t.engines.c.version_id == w.version_id)
+    required = sa.exists().where(
+        t.units.c.required_version_id == w.version_id,
+        sa.text(
+            "units.required_version_id IS NOT NULL AND units.state IN ('ready', 'leased')"
+        ),  # the index's words
+    )
+    return sa.or_(served, required, is_pinned(PinKind.WEIGHTS))
+
+
+def removable(
+    connection: Connection, branch_id: str, *, keep_last: int, keep_every: int = 0
+) -> list[WeightVersion]:
+    """Return versions that are not in use, and neither among the newest `keep_last` nor of an interval of steps."""
     w = t.weight_versions
     kept = (
         sa.select(w.c.version_id)
@@ -165,28 +187,33 @@ def removable(connection: Connection, branch_id: str, *, keep_last: int) -> list
         .limit(keep_last)
         .subquery()
     )
-    served = sa.select(t.engines.c.version_id).where(t.engines.c.version_id.is_not(None))
-    required = sa.select(t.units.c.required_version_id).where(
-        t.units.c.required_version_id.is_not(None), t.units.c.state.in_(["ready", "leased"])
+    is_of_interval = (
+        sa.and_(w.c.state == WeightState.PUBLISHED, w.c.step % keep_every == 0) if keep_every else sa.false()
     )
     rows = connection.execute(
-        sa.select(w).where(
+        sa.select(w)
+        .where(
             w.c.branch_id == branch_id,
             w.c.files_removed.is_(False),
             w.c.version_id.not_in(sa.select(kept.c.version_id)),
-            w.c.version_id.not_in(served),
-            w.c.version_id.not_in(required),
+            ~is_of_interval,
+            ~_is_in_use(),
         )
+        .order_by(w.c.step)
     )
     return [_version(row) for row in rows]
 
 
-def mark_files_removed(connection: Connection, version_id: str) -> None:
-    connection.execute(
-        sa.update(t.weight_versions)
-        .where(t.weight_versions.c.version_id == version_id)
+def mark_files_removed(connection: Connection, version_id: str) -> bool:
+    """Say that a version's files are removed; False if it is in use after all, or they were removed before."""
+    w = t.weight_versions
+    connection.execute(lock_rows(sa.select(w.c.step).where(w.c.version_id == version_id), connection)).all()
+    done = connection.execute(
+        sa.update(w)
+        .where(w.c.version_id == version_id, w.c.files_removed.is_(False), ~_is_in_use())
         .values(files_removed=True)
     )
+    return bool(done.rowcount)
 
 
 def report_engine(

@@ -7,6 +7,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import pyarrow as pa
 import xxhash
 
 BLOCK_BYTES = 4 * 1024 * 1024
@@ -22,8 +25,33 @@ def digest_blocks(message: bytes | memoryview) -> bytes:
     )
 
 
+def digest_pieces(pieces: Sequence[bytes | pa.Buffer]) -> bytes:
+    """Return the digests of the message that the pieces make up, without joining them."""
+    if len(pieces) == 1:
+        return digest_blocks(memoryview(pieces[0]))
+    digests, state, room = bytearray(), xxhash.xxh3_128(), BLOCK_BYTES
+    for piece in pieces:
+        view = memoryview(piece)
+        while len(view):
+            state.update(view[:room])
+            taken = min(room, len(view))
+            view, room = view[taken:], room - taken
+            if room == 0:
+                digests += state.digest()
+                state.reset()
+                room = BLOCK_BYTES
+    if room < BLOCK_BYTES:
+        digests += state.digest()
+    return bytes(digests)
+
+
 def num_blocks(length: int) -> int:
     return -(-length // BLOCK_BYTES)
+
+
+def is_one_block(message: pa.Buffer, digests: bytes) -> bool:
+    """Whether `digests` is the digest of `message` as one block."""
+    return bool(xxhash.xxh3_128_digest(message) == digests)
 
 
 def first_bad_block(message: bytes | memoryview, digests: bytes) -> int | None:

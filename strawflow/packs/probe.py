@@ -1,8 +1,10 @@
-"""What a mount really gives: the file system under a path and the durability level it can promise.
+"""What a place really gives: the file system under a path and the durability level it can promise.
 
-1. `process` means the bytes survive every kill of a process; `host` means that a sync outlives the loss of power.
+1. `process` means the bytes survive every kill of a process; `host` means that a sync outlives the loss of power; `store`
+   that an object store has acknowledged them.
 2. Only file systems known to carry fsync to stable storage are said to give `host`; anything else is `process`.
-3. This reads /proc/self/mountinfo and nothing else: it measures no disk and trusts no drive's own cache to be honest.
+3. This reads /proc/self/mountinfo and nothing else: it measures no disk, asks no store and trusts no drive's own cache to
+   be honest.
 """
 
 from __future__ import annotations
@@ -12,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from strawflow.errors import StorageError
+from strawflow.errors import ConfigError, StorageError
 
-Durability = Literal["process", "host"]
+Durability = Literal["process", "host", "store"]
 
 MOUNTINFO_PATH = Path("/proc/self/mountinfo")
 
@@ -26,6 +28,15 @@ _NETWORK = frozenset(
 # FUSE file systems whose fsync returns only once their servers or object store have the bytes.
 _FUSE_SYNCED = frozenset({"fuse.juicefs", "fuse.glusterfs", "fuse.ceph-fuse", "fuse.lustre"})
 _NETWORK_SYNCED = _NETWORK - {"9p", "afs"}
+
+
+STORE_LEVELS: dict[str, Durability] = {"s3": "store", "memory": "process"}
+"""What each kind of object store gives, by the protocol of its address."""
+
+
+def is_url(root: str) -> bool:
+    """Whether `root` is an fsspec address (`protocol://...`) and not the path of a folder."""
+    return re.match(r"[a-z][a-z0-9+.-]*://", root) is not None
 
 
 @dataclass(frozen=True)
@@ -45,26 +56,41 @@ class Mount:
 class Probe:
     """What is known of the file system under `path`; `reason` is one clause for a person."""
 
-    path: Path
-    mount_point: Path
+    path: str
+    mount_point: Path | None
+    """None for an object store."""
     filesystem: str
+    """Its name, or the protocol of an object store."""
     is_network: bool
     level: Durability
     reason: str
 
 
-def durability_of(path: Path, *, mountinfo: Path = MOUNTINFO_PATH) -> Probe:
-    """Say which durability level the mount that holds `path` gives; `path` need not exist yet.
+def durability_of(root: str | Path, *, mountinfo: Path = MOUNTINFO_PATH) -> Probe:
+    """Say which durability level the mount, or the object store, of `root` gives; `root` need not exist yet.
 
     Raises:
-        StorageError: mountinfo cannot be read or names no mount above `path`.
+        ConfigError: an address of an unknown protocol.
+        StorageError: mountinfo cannot be read or names no mount above `root`.
     """
+    if isinstance(root, str) and is_url(root):
+        return _store_of(root)
     mounts = _mounts(mountinfo)
-    place = path.resolve()
+    place = Path(root).resolve()
     mount = _mount_of(place, mounts)
     level, reason = _judge(mount, mounts)
     is_network = mount.filesystem in _NETWORK or mount.filesystem.startswith("fuse")
-    return Probe(place, mount.mount_point, mount.filesystem, is_network, level, reason)
+    return Probe(str(place), mount.mount_point, mount.filesystem, is_network, level, reason)
+
+
+def _store_of(address: str) -> Probe:
+    protocol = address.split("://", 1)[0]
+    level = STORE_LEVELS.get(protocol)
+    if level is None:
+        known = ", ".join(f"{name}://" for name in STORE_LEVELS)
+        raise ConfigError(f"{address}: packs lie in a folder or under one of {known}")
+    reason = "its acknowledgement is the store's promise" if level == "store" else "it lives in this process"
+    return Probe(address, None, protocol, level == "store", level, reason)
 
 
 def _mounts(mountinfo: Path) -> list[Mount]:

@@ -1,41 +1,65 @@
 """Reading extents: verified before anything is parsed, from open and sealed packs alike.
 
 1. No row leaves here whose bytes did not match their digests; corruption raises and names file, offset and extent.
-2. A descriptor kept from before may show older bytes than another client has written: whatever fails through one is
+2. An opened pack kept from before may show older bytes than another client has written: whatever fails through one is
    read once more through a fresh open before it is an error.
 3. Sealed packs may be mapped (columns then point into the file); open packs never are.
-4. It is safe for many threads (a forked process makes its own) and keeps a bounded number of descriptors; it knows
-   nothing of pack states or the index.
+4. It is safe for many threads (a forked process makes its own), keeps a bounded number of packs open, and for
+   `read_rows` a bounded number of bytes; it knows nothing of pack states or the index.
 """
 
 from __future__ import annotations
 
-import mmap
-import os
 import threading
 from collections import OrderedDict
-from pathlib import Path, PurePosixPath
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TypeVar
 
 import pyarrow as pa
 
 from strawflow.errors import CorruptPackError, InvalidInputError, StorageError
 from strawflow.ids import Extent, RowRange
-from strawflow.packs.digests import BLOCK_BYTES, first_bad_block
-from strawflow.records import check_schema, schema_of
+from strawflow.packs.digests import BLOCK_BYTES, num_blocks
+from strawflow.packs.messages import MAGIC, check_extent, check_head, ids_of, parse, schema_length, verify
+from strawflow.packs.places import Input, Place, open_place
 
-MAX_DESCRIPTORS = 64
-_MAGIC = b"ARROW1\0\0"
-_MAX_SCHEMA_BYTES = 1024 * 1024
+MAX_OPEN_PACKS = 64
+KEPT_BYTES = 32 * 1024 * 1024
+_HEAD_BYTES = 8 * 1024
+_RUN_BYTES = 8 * 1024 * 1024
+_RUN_GAP_BYTES = 16 * 1024
+
+T = TypeVar("T")
 
 
 class PackReader:
     """Read extents of the packs under one root."""
 
-    def __init__(self, root: Path, *, max_descriptors: int = MAX_DESCRIPTORS) -> None:
-        self._root = root
-        self._max_descriptors = max_descriptors
+    def __init__(
+        self,
+        root: str | Path | Place,
+        *,
+        max_open_packs: int = MAX_OPEN_PACKS,
+        kept_bytes: int = KEPT_BYTES,
+    ) -> None:
+        """Read under `root`: a folder, an address, or a place already opened.
+
+        `kept_bytes` bounds the verified extents that `read_rows` keeps.
+
+        Raises:
+            ConfigError: the back end of an address is unknown or not installed.
+        """
+        self._place = open_place(root) if isinstance(root, str | Path) else root
+        self._max_open_packs = max_open_packs
         self._lock = threading.Lock()
         self._packs: OrderedDict[str, _OpenedPack] = OrderedDict()
+        self._kept = _KeptExtents(kept_bytes)
+
+    @property
+    def can_map(self) -> bool:
+        """Whether sealed packs are mapped here; where not, `sealed` changes nothing."""
+        return self._place.appends
 
     def read(self, extent: Extent, *, sealed: bool = False) -> pa.RecordBatch:
         """Return the rows of one extent.
@@ -47,58 +71,129 @@ class PackReader:
             StorageError: the file is missing or cannot be read.
             IncompatibleFormatError: the pack holds another kind or version than this program reads.
         """
-        _check_place(extent)
+
+        def rows(pack: _OpenedPack, is_mapped: bool) -> pa.RecordBatch:
+            message = pack.bytes_at(extent.offset, extent.length, is_mapped=is_mapped)
+            verify(message, extent)
+            return parse(message, extent)
+
+        return self._read_twice(extent, rows, sealed=sealed)
+
+    def read_many(self, extents: Sequence[Extent], *, sealed: bool = False) -> list[pa.RecordBatch]:
+        """Return the rows of each extent, in the given order; neighbours in a file are read in one call.
+
+        Uncompressed columns of neighbours share one buffer of at most 8 MiB, which lives as long as any of them.
+
+        Raises:
+            CorruptPackError, StorageError, IncompatibleFormatError: as `read`, for the first extent that fails.
+        """
+        found: dict[int, pa.RecordBatch] = {}
+        for run in _runs(extents):
+            batches = self._read_run([extents[place] for place in run], sealed=sealed)
+            found.update(zip(run, batches, strict=True))
+        return [found[place] for place in range(len(extents))]
+
+    def read_rows(self, rows: RowRange, *, sealed: bool = False) -> pa.RecordBatch:
+        """Return a range of an extent's rows; the whole extent is verified, and kept for the next range of it.
+
+        Raises:
+            InvalidInputError: the range leaves the extent.
+            CorruptPackError, StorageError, IncompatibleFormatError: as `read`.
+        """
+        extent = rows.extent
+        if rows.start < 0 or rows.count < 0 or rows.start + rows.count > extent.num_rows:
+            raise InvalidInputError(
+                f"rows {rows.start} to {rows.start + rows.count} leave {extent.place}, which has {extent.num_rows} rows",
+                **ids_of(extent),
+            )
+        batch = self._kept.find(extent)
+        if batch is None:
+            batch = self.read(extent, sealed=sealed)
+            self._kept.keep(extent, batch)
+        return batch.slice(rows.start, rows.count)
+
+    def read_bytes(self, extent: Extent, start: int, stop: int, *, sealed: bool = False) -> pa.Buffer:
+        """Return bytes `start .. stop` of an extent's message, having read and verified the 4 MiB blocks they touch.
+
+        Raises:
+            InvalidInputError: they leave the message.
+            CorruptPackError, StorageError, IncompatibleFormatError: as `read`.
+        """
+        if not 0 <= start <= stop <= extent.length:
+            raise InvalidInputError(f"bytes {start} to {stop} leave {extent.place}", **ids_of(extent))
+        first = start // BLOCK_BYTES
+        blocks = num_blocks(stop) - first
+        if start == stop:
+            return pa.py_buffer(b"")
+
+        def part(pack: _OpenedPack, is_mapped: bool) -> pa.Buffer:
+            begin = first * BLOCK_BYTES
+            length = min(blocks * BLOCK_BYTES, extent.length - begin)
+            found = pack.bytes_at(extent.offset + begin, length, is_mapped=is_mapped)
+            verify(found, extent, first_block=first, blocks=blocks)
+            return found.slice(start - begin, stop - start)
+
+        return self._read_twice(extent, part, sealed=sealed)
+
+    def close(self) -> None:
+        """Let go of every open pack and kept row; rows already returned stay valid, and reading again opens anew."""
+        with self._lock:
+            self._packs.clear()
+        self._kept.clear()
+
+    def _read_twice(self, extent: Extent, read: Callable[[_OpenedPack, bool], T], *, sealed: bool) -> T:
+        """Read through the pack kept open, and if that fails through a fresh one, whose word is final."""
+        check_extent(extent)
         try:
-            return self._read_through(self._opened(extent), extent, sealed=sealed)
+            return read(self._opened(extent), sealed)
         except (CorruptPackError, OSError):
-            # Only a fresh open decides; and it copies, since a mapping would show the same pages again.
             self._forget(extent.path)
         try:
-            return self._read_through(self._opened(extent), extent, sealed=False)
+            # It copies, since a mapping would show the same pages again.
+            return read(self._opened(extent), False)
         except CorruptPackError:
             self._forget(extent.path)
             raise
         except FileNotFoundError as error:
             raise StorageError(
-                f"{extent.path} is missing under {self._root}; check that the run's storage is mounted there, "
+                f"{extent.path} is missing under {self._place}; check that the run's storage is mounted there, "
                 "or restore the file",
-                extent_id=extent.extent_id,
-                pack_id=extent.pack_id,
+                **ids_of(extent),
             ) from error
         except OSError as error:
             self._forget(extent.path)
-            raise StorageError(f"cannot read {extent.path}: {error}", extent_id=extent.extent_id) from error
+            raise StorageError(f"cannot read {extent.path}: {error}", **ids_of(extent)) from error
 
-    def read_rows(self, rows: RowRange, *, sealed: bool = False) -> pa.RecordBatch:
-        """Return a range of an extent's rows; the whole extent is verified.
-
-        Raises:
-            InvalidInputError: the range leaves the extent.
-        """
-        if rows.start < 0 or rows.count < 0 or rows.start + rows.count > rows.extent.num_rows:
-            raise InvalidInputError(
-                f"rows {rows.start} to {rows.start + rows.count} leave extent {rows.extent.extent_id} "
-                f"of {rows.extent.num_rows} rows"
-            )
-        return self.read(rows.extent, sealed=sealed).slice(rows.start, rows.count)
-
-    def close(self) -> None:
-        """Let go of every descriptor; rows already returned stay valid, and reading again opens anew."""
-        with self._lock:
-            self._packs.clear()
+    def _read_run(self, run: list[Extent], *, sealed: bool) -> list[pa.RecordBatch]:
+        if len(run) == 1:
+            return [self.read(run[0], sealed=sealed)]
+        begin, end = run[0].offset, run[-1].offset + run[-1].length
+        try:
+            for extent in run:
+                check_extent(extent)
+            span = self._opened(run[-1]).bytes_at(begin, end - begin, is_mapped=sealed)
+            batches = []
+            for extent in run:
+                message = span.slice(min(extent.offset - begin, span.size), extent.length)
+                verify(message, extent)
+                batches.append(parse(message, extent))
+            return batches
+        except (CorruptPackError, OSError):
+            # One by one, each with its second try, so that the error is that of the extent it belongs to.
+            return [self.read(extent, sealed=sealed) for extent in run]
 
     def _opened(self, extent: Extent) -> _OpenedPack:
         with self._lock:
             pack = self._packs.get(extent.path)
-            if pack is not None and extent.offset + extent.length <= pack.size:
+            if pack is not None and pack.serves(extent):
                 self._packs.move_to_end(extent.path)
                 return pack
         # Not kept, or the extent lies beyond what the kept one has seen. Opened outside the lock: opens can be slow.
-        pack = _OpenedPack(self._root / extent.path, extent)
+        pack = _OpenedPack(self._place.open(extent.path), extent)
         with self._lock:
             self._packs[extent.path] = pack
             self._packs.move_to_end(extent.path)
-            while len(self._packs) > self._max_descriptors:
+            while len(self._packs) > self._max_open_packs:
                 self._packs.popitem(last=False)
         return pack
 
@@ -106,97 +201,72 @@ class PackReader:
         with self._lock:
             self._packs.pop(path, None)
 
-    def _read_through(self, pack: _OpenedPack, extent: Extent, *, sealed: bool) -> pa.RecordBatch:
-        message = pack.mapped(extent) if sealed else pack.copied(extent)
-        bad = first_bad_block(memoryview(message), extent.digests)
-        if bad is not None:
-            raise _corrupt(
-                extent,
-                f"does not match its checksum in the 4 MiB from byte {extent.offset + bad * BLOCK_BYTES}",
-            )
-        return _parse(message, extent)
-
 
 class _OpenedPack:
-    """One descriptor and what it has seen; closed when the last reader lets go of it."""
+    """One file whose head was found to be of the extent's kind."""
 
-    def __init__(self, place: Path, extent: Extent) -> None:
-        self._descriptor = os.open(place, os.O_RDONLY | os.O_CLOEXEC)
-        self._map: mmap.mmap | None = None
-        self.size = os.fstat(self._descriptor).st_size
-        self._check_header(extent)
+    def __init__(self, file: Input, extent: Extent) -> None:
+        self._file, self._kind = file, extent.kind
+        head = file.read(0, _HEAD_BYTES)
+        length = schema_length(head, extent)
+        if len(MAGIC) + length > _HEAD_BYTES:
+            head = file.read(0, len(MAGIC) + length)
+        check_head(head.slice(len(MAGIC)), extent)
 
-    def __del__(self) -> None:
-        # The reference count is what tells that no thread reads through it; a mapping outlives its descriptor.
-        if hasattr(self, "_descriptor"):
-            os.close(self._descriptor)
+    def serves(self, extent: Extent) -> bool:
+        return extent.offset + extent.length <= self._file.size and extent.kind == self._kind
 
-    def copied(self, extent: Extent) -> pa.Buffer:
-        """Return the extent's bytes in memory of our own."""
-        target = pa.allocate_buffer(extent.length)
-        view = memoryview(target)
-        done = 0
-        while done < extent.length:
-            count = os.preadv(self._descriptor, [view[done:]], extent.offset + done)
-            if count == 0:
-                raise _cut_off(extent, extent.offset + done)
-            done += count
-        return target
-
-    def mapped(self, extent: Extent) -> pa.Buffer:
-        """Return the extent's bytes where the kernel has them."""
-        # Touching a mapped page beyond the end of the file would kill the process, so ask each time.
-        size = os.fstat(self._descriptor).st_size
-        if extent.offset + extent.length > min(size, self.size):
-            raise _cut_off(extent, min(size, self.size))
-        if self._map is None:
-            self._map = mmap.mmap(self._descriptor, self.size, prot=mmap.PROT_READ)
-        return pa.py_buffer(memoryview(self._map)[extent.offset : extent.offset + extent.length])
-
-    def _check_header(self, extent: Extent) -> None:
-        head = os.pread(self._descriptor, 16, 0)
-        length = int.from_bytes(head[12:16], "little")
-        if len(head) < 16 or not head.startswith(_MAGIC) or length > _MAX_SCHEMA_BYTES:
-            raise CorruptPackError(f"{extent.path} does not begin as an Arrow file", pack_id=extent.pack_id)
-        message = os.pread(self._descriptor, 8 + length, 8)
-        try:
-            check_schema(pa.ipc.read_schema(pa.py_buffer(message)), extent.kind, path=extent.path)
-        except (pa.ArrowException, OSError, ValueError) as error:  # ValueError: text that is no UTF-8
-            raise CorruptPackError(
-                f"the schema at the head of {extent.path} is damaged: {error}", pack_id=extent.pack_id
-            ) from error
+    def bytes_at(self, offset: int, length: int, *, is_mapped: bool) -> pa.Buffer:
+        """Return the bytes, or those of them that the file has."""
+        return self._file.view(offset, length) if is_mapped else self._file.read(offset, length)
 
 
-def _check_place(extent: Extent) -> None:
-    path = PurePosixPath(extent.path)
-    if path.is_absolute() or ".." in path.parts:
-        raise InvalidInputError(f"extent {extent.extent_id} names {extent.path}, which is not inside the run")
-    if extent.offset < len(_MAGIC) or extent.length < 1:
-        raise InvalidInputError(
-            f"extent {extent.extent_id} has offset {extent.offset} and length {extent.length}"
-        )
+class _KeptExtents:
+    """The verified extents used last, bounded by the bytes they hold; one beyond the bound is not kept."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._batches: OrderedDict[Extent, tuple[pa.RecordBatch, int]] = OrderedDict()
+        self._bytes = 0
+
+    def find(self, extent: Extent) -> pa.RecordBatch | None:
+        with self._lock:
+            kept = self._batches.get(extent)
+            if kept is None:
+                return None
+            self._batches.move_to_end(extent)
+            return kept[0]
+
+    def keep(self, extent: Extent, batch: pa.RecordBatch) -> None:
+        size = batch.get_total_buffer_size()
+        with self._lock:
+            if size > self._max_bytes or extent in self._batches:
+                return
+            self._batches[extent] = batch, size
+            self._bytes += size
+            while self._bytes > self._max_bytes:
+                _, (_, dropped) = self._batches.popitem(last=False)
+                self._bytes -= dropped
+
+    def clear(self) -> None:
+        with self._lock:
+            self._batches.clear()
+            self._bytes = 0
 
 
-def _parse(message: pa.Buffer, extent: Extent) -> pa.RecordBatch:
-    try:
-        batch = pa.ipc.read_record_batch(pa.ipc.read_message(message), schema_of(extent.kind))
-    except (pa.ArrowException, OSError) as error:
-        raise _corrupt(
-            extent, f"matches its checksum but is no record batch of kind {extent.kind!r}: {error}"
-        ) from error
-    if batch.num_rows != extent.num_rows:
-        raise _corrupt(extent, f"holds {batch.num_rows} rows, expected {extent.num_rows}")
-    return batch
-
-
-def _corrupt(extent: Extent, what: str) -> CorruptPackError:
-    return CorruptPackError(
-        f"{extent.path}: the extent at byte {extent.offset}, {extent.length} bytes long, {what}; restore the file "
-        "from a copy",
-        extent_id=extent.extent_id,
-        pack_id=extent.pack_id,
-    )
-
-
-def _cut_off(extent: Extent, end: int) -> CorruptPackError:
-    return _corrupt(extent, f"is cut off: the file ends at byte {end}")
+def _runs(extents: Sequence[Extent]) -> Iterator[list[int]]:
+    """Yield the places in `extents` of those that one read covers: neighbours in a file, in the file's order."""
+    run: list[int] = []
+    for place in sorted(range(len(extents)), key=lambda at: (extents[at].path, extents[at].offset)):
+        extent = extents[place]
+        if run:
+            first, before = extents[run[0]], extents[run[-1]]
+            gap = extent.offset - (before.offset + before.length)
+            is_near = extent.path == before.path and extent.kind == before.kind and 0 <= gap <= _RUN_GAP_BYTES
+            if not is_near or extent.offset + extent.length - first.offset > _RUN_BYTES:
+                yield run
+                run = []
+        run.append(place)
+    if run:
+        yield run

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from strawflow.errors import CorruptPackError, InvalidInputError
 from strawflow.ids import Extent
+from strawflow.packs.places import Place
 from strawflow.packs.reader import PackReader
 from strawflow.packs.writer import PackWriter
 
@@ -30,11 +31,11 @@ class CorruptExtent:
 class Salvaged:
     """Where each extent lies now, by extent id, and which were left behind."""
 
-    moved: dict[str, Extent]
+    moved: dict[int, Extent]
     corrupt: tuple[CorruptExtent, ...]
 
 
-def salvage(root: Path, extents: Sequence[Extent], *, target: PackWriter) -> Salvaged:
+def salvage(root: str | Path | Place, extents: Sequence[Extent], *, target: PackWriter) -> Salvaged:
     """Copy `extents`, in the given order, to `target` and seal it; durable at the target's level on return.
 
     Raises:
@@ -44,7 +45,7 @@ def salvage(root: Path, extents: Sequence[Extent], *, target: PackWriter) -> Sal
     try:
         _check(extents, target)
         reader = PackReader(root)
-        moved: dict[str, Extent] = {}
+        moved: dict[int, Extent] = {}
         corrupt: list[CorruptExtent] = []
         for extent in extents:
             try:
@@ -64,8 +65,12 @@ def _check(extents: Sequence[Extent], target: PackWriter) -> None:
     if len({extent.extent_id for extent in extents}) != len(extents):
         raise InvalidInputError(f"the extents to salvage into {target.path} name one twice")
     for extent in extents:
+        if extent.extent_id == 0:
+            raise InvalidInputError(
+                f"{extent.place} is not named by the index; only named extents can be salvaged into {target.path}"
+            )
         if extent.kind != target.kind or extent.pack_id == target.pack_id:
             raise InvalidInputError(
-                f"extent {extent.extent_id} of kind {extent.kind!r} in {extent.path} cannot be salvaged into "
+                f"{extent.place}, of kind {extent.kind!r}, cannot be salvaged into "
                 f"{target.path} of kind {target.kind!r}"
             )

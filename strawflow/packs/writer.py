@@ -1,29 +1,33 @@
 """One pack being written: an Arrow IPC file of one kind, by one writer, whose messages are readable before the footer.
 
 1. Magic and schema lie in the file before the first extent; an extent is exactly one IPC message.
-2. A name is used once (O_EXCL). At level `host` the file's directory entry is durable before `__init__` returns.
+2. A name is used once. Where the place appends, at level `host`, its entry is durable before `__init__` returns; in an
+   object store nothing is there before `seal` returns.
 3. A failed write, sync or seal ends the pack for ever: after a failed fsync the kernel may have dropped the bytes, so
    no retry on that descriptor can be believed.
-4. It is used by one thread at a time and only by the process that made it; it knows neither sessions nor the index.
+4. Arrow's own buffers go to the file: a large column is never copied on the way.
+5. It is used by one thread at a time and only by the process that made it; it knows neither sessions nor the index.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import NoReturn
 
 import pyarrow as pa
 
 from strawflow import faults
 from strawflow.errors import AlreadyExistsError, InvalidInputError, StorageError, StrawflowError
-from strawflow.ids import Extent, new_id
-from strawflow.packs.digests import digest_blocks
+from strawflow.ids import Extent
+from strawflow.packs.digests import digest_pieces
+from strawflow.packs.places import Piece, Place, open_place
 from strawflow.packs.probe import Durability
-from strawflow.packs.sync import sync_path
 from strawflow.records import COMPRESSION, schema_of
+
+# What is smaller is gathered by Arrow, so that a small message of a hundred buffers is one piece and one call.
+_GATHERED_BYTES = 256 * 1024
 
 
 def check_batch(batch: pa.RecordBatch, kind: str) -> None:
@@ -40,15 +44,25 @@ def check_batch(batch: pa.RecordBatch, kind: str) -> None:
     if batch.num_rows == 0:
         raise InvalidInputError(f"a record batch of kind {kind!r} has no rows; leave it out")
     try:
-        batch.validate()
+        # In full: only that sees 32-bit offsets that wrapped and came up again. It looks at offsets and text, not at numbers.
+        batch.validate(full=True)
     except pa.ArrowInvalid as error:
         raise InvalidInputError(f"a record batch of kind {kind!r} is malformed: {error}") from error
-    for field, column in zip(schema, batch.columns, strict=True):
-        # Arrow itself does not hold writers to nullable=False.
-        if not field.nullable and column.null_count:
+    # Arrow itself does not hold writers to nullable=False. All columns in one call: each alone costs as much.
+    required = _required_places(kind)
+    if batch.select(required).drop_null().num_rows == batch.num_rows:
+        return
+    for place in required:
+        if batch.column(place).null_count:
             raise InvalidInputError(
-                f"field {field.name!r} of kind {kind!r} is required and has {column.null_count} nulls"
+                f"field {schema.names[place]!r} of kind {kind!r} is required and has "
+                f"{batch.column(place).null_count} nulls"
             )
+
+
+@cache
+def _required_places(kind: str) -> list[int]:
+    return [place for place, field in enumerate(schema_of(kind)) if not field.nullable]
 
 
 def _first_difference(found: pa.Schema, expected: pa.Schema) -> str:
@@ -67,9 +81,9 @@ class _Gather:
 
     def __init__(self) -> None:
         self._position = 0
-        self._pieces: list[Any] = []
+        self._pieces: list[Piece] = []
 
-    def write(self, piece: Any) -> int:
+    def write(self, piece: Piece) -> int:
         self._pieces.append(piece)
         self._position += len(piece)
         return len(piece)
@@ -83,79 +97,92 @@ class _Gather:
     def close(self) -> None:
         pass
 
-    def take(self) -> bytes:
+    def take(self) -> list[Piece]:
         pieces, self._pieces = self._pieces, []
-        return b"".join(pieces)
+        return pieces
 
 
 class PackWriter:
     """Write one pack; see the module for what it guarantees."""
 
-    def __init__(self, root: Path, *, pack_id: str, path: str, kind: str, durability: Durability) -> None:
-        """Create `root / path` with magic and schema of `kind`.
+    def __init__(
+        self, root: str | Path | Place, *, pack_id: int, path: str, kind: str, durability: Durability
+    ) -> None:
+        """Create `path` under `root` (a folder, an address, or a place already opened) for rows of `kind`.
 
         Raises:
             AlreadyExistsError: the name was used before.
+            InvalidInputError: the place cannot give that level.
             StorageError: the file cannot be created; the name is spent all the same.
         """
-        self.pack_id, self.path, self.kind, self.durability = pack_id, path, kind, durability
-        self.num_extents = self.num_rows = self.length = 0
-        self._place = root / path
+        self.pack_id, self.path, self.kind = pack_id, path, kind
+        self.num_extents = self.num_rows = 0
         self._pid = os.getpid()
-        self._options = pa.ipc.IpcWriteOptions(compression=COMPRESSION[kind])
+        # Arrow's threads cost more than they save on the small messages of a running loop.
+        self._options = pa.ipc.IpcWriteOptions(compression=COMPRESSION[kind], use_threads=False)
         self._gather = _Gather()
-        self._arrow = pa.ipc.new_file(
-            pa.PythonFile(self._gather, mode="w"), schema_of(kind), options=self._options
-        )
+        self._stream = pa.BufferedOutputStream(pa.PythonFile(self._gather, mode="w"), _GATHERED_BYTES)
+        self._arrow = pa.ipc.new_file(self._stream, schema_of(kind), options=self._options)
+        self._header = _file_header(self.kind, self._options)
         self._failure: str | None = None
         self._sealed = False
-        self._descriptor = -1
-        with self._ended_by_failure("create"):
-            self._create(root)
+        try:
+            place = open_place(root) if isinstance(root, str | Path) else root
+            self._output = place.create(path, self._header, durability=durability)
+        except BaseException as error:
+            self._end("create", error)
+        self.length = len(self._header)
 
     @property
     def is_open(self) -> bool:
         return self._failure is None and not self._sealed
 
-    def append(self, batch: pa.RecordBatch) -> Extent:
+    def append(self, batch: pa.RecordBatch, *, is_checked: bool = False) -> Extent:
         """Write one record batch as one message and say where it lies; durable only after `sync` or `seal`.
+
+        `is_checked` says that the batch has passed `check_batch` for this kind.
 
         Raises:
             InvalidInputError: the batch is not of this kind; nothing was written and the pack goes on.
             StorageError: the write failed, and the pack is ended.
         """
-        check_batch(batch, self.kind)
+        if not is_checked:
+            check_batch(batch, self.kind)
         self._require_open()
-        with self._ended_by_failure("append to"):
+        try:
             self._arrow.write_batch(batch)
-            message = self._take()
+            pieces = self._take()
             offset = self.length
-            self._put(message)
+            self._put(pieces)
+            digests = digest_pieces(pieces)
             faults.at("pack.after_append")
+        except BaseException as error:
+            self._end("append to", error)
         self.num_extents += 1
         self.num_rows += batch.num_rows
         return Extent(
-            extent_id=new_id("ext"),
+            extent_id=0,
             pack_id=self.pack_id,
             kind=self.kind,
             path=self.path,
             offset=offset,
-            length=len(message),
+            length=self.length - offset,
             num_rows=batch.num_rows,
-            digests=digest_blocks(message),
+            digests=digests,
         )
 
     def sync(self) -> None:
-        """Make every append so far durable at this pack's level.
+        """Make every append so far durable at this pack's level; for places that append.
 
         Raises:
             StorageError: the sync failed, and the pack is ended.
         """
         self._require_open()
-        with self._ended_by_failure("sync"):
-            if self.durability == "host":
-                os.fdatasync(self._descriptor)
+        try:
+            self._output.sync()
             faults.at("pack.after_sync")
+        except BaseException as error:
+            self._end("sync", error)
 
     def seal(self) -> None:
         """Write the footer, make the file durable at its level and close it: from now on any Arrow reader reads it.
@@ -164,53 +191,41 @@ class PackWriter:
             StorageError: the footer is torn or not durable; extents synced before are still readable.
         """
         self._require_open()
-        with self._ended_by_failure("seal"):
+        try:
             faults.at("seal.before_footer")
             self._arrow.close()
             self._put(self._take())
             faults.at("seal.after_footer")
-            if self.durability == "host":
-                os.fsync(self._descriptor)
-                sync_path(self._place.parent)
-            self._close_descriptor()
+            self._output.finish()
+        except BaseException as error:
+            self._end("seal", error)
         self._sealed = True
 
     def abandon(self, reason: str) -> None:
         """End the pack without a footer, as the death of its writer would; does nothing to one that has ended."""
         if self.is_open:
             self._failure = reason
-            self._close_descriptor()
+            self._output.close()
 
-    def _create(self, root: Path) -> None:
-        self._place.parent.mkdir(parents=True, exist_ok=True)
-        self._descriptor = os.open(self._place, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-        self._header = _file_header(self.kind, self._options)
-        self._put(self._header)
-        if self.durability == "host":
-            os.fdatasync(self._descriptor)
-            # Every level up to the root: another writer may have made one of them without having synced it yet.
-            for directory in self._place.parents:
-                sync_path(directory)
-                if directory == root:
-                    break
-
-    def _take(self) -> bytes:
+    def _take(self) -> list[Piece]:
+        self._stream.flush()
+        pieces = self._gather.take()
         # Arrow hands out magic and schema with its first message or its footer; they were written at creation.
-        gathered = self._gather.take()
-        if self.num_extents > 0:
-            return gathered
-        if not gathered.startswith(self._header):
+        if self.length == len(self._header):
+            self._drop_header(pieces)
+        return pieces
+
+    def _drop_header(self, pieces: list[Piece]) -> None:
+        size = len(self._header)
+        if bytes(pieces[0][:size]) != self._header:
             raise StorageError(
                 f"{self.path}: pyarrow {pa.__version__} wrote another file header than at creation"
             )
-        return gathered[len(self._header) :]
+        pieces[0] = pieces[0][size:]
 
-    def _put(self, content: bytes) -> None:
-        view = memoryview(content)
-        while view:
-            written = os.pwrite(self._descriptor, view, self.length)
-            self.length += written
-            view = view[written:]
+    def _put(self, pieces: list[Piece]) -> None:
+        self._output.write(pieces)
+        self.length += sum(map(len, pieces))
 
     def _require_open(self) -> None:
         if os.getpid() != self._pid:
@@ -224,28 +239,21 @@ class PackWriter:
         if self._sealed:
             raise StorageError(f"{self.path} is sealed; append to a new pack")
 
-    def _close_descriptor(self) -> None:
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
-
-    @contextmanager
-    def _ended_by_failure(self, doing: str) -> Iterator[None]:
-        # BaseException: an interrupt between two pieces of a message leaves the file in no better state than EIO does.
-        try:
-            yield
-        except BaseException as error:
-            self._failure = f"{type(error).__name__}: {error}"
-            self._close_quietly()
-            if isinstance(error, FileExistsError):
-                raise AlreadyExistsError(f"{self.path} exists; the name of a pack is used once") from error
-            if isinstance(error, (OSError, pa.ArrowException)) and not isinstance(error, StrawflowError):
-                raise StorageError(f"cannot {doing} {self.path}; the pack is ended: {error}") from error
-            raise
+    def _end(self, doing: str, error: BaseException) -> NoReturn:
+        """End the pack and raise what its caller is to see; an interrupt leaves the file in no better state than EIO."""
+        self._failure = f"{type(error).__name__}: {error}"
+        self._close_quietly()
+        if isinstance(error, FileExistsError):
+            raise AlreadyExistsError(f"{self.path} exists; the name of a pack is used once") from error
+        if isinstance(error, (OSError, pa.ArrowException)) and not isinstance(error, StrawflowError):
+            raise StorageError(f"cannot {doing} {self.path}; the pack is ended: {error}") from error
+        raise error
 
     def _close_quietly(self) -> None:
+        if not hasattr(self, "_output"):
+            return
         try:
-            self._close_descriptor()
+            self._output.close()
         except OSError as error:
             # The pack has failed already and the first failure is the one to tell; this one is kept beside it.
             self._failure = f"{self._failure}; close: {error}"

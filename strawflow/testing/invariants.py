@@ -5,12 +5,19 @@ Each function raises AssertionError with what it found; tests call them after ev
 
 from __future__ import annotations
 
-from strawflow.flow import consume, history
+from collections import Counter
+from collections.abc import Iterator
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from strawflow.flow import consume, history, retire
+from strawflow.flow.placed import read_extents
 from strawflow.flow.run import Run
 from strawflow.index import consumers, units
 from strawflow.index.batches import Batch
 from strawflow.packs.reader import PackReader
-from strawflow.states import UnitState
+from strawflow.states import BatchState, UnitState
 
 
 def check_exactly_once(run: Run, *, finished: bool) -> dict[int, str]:
@@ -30,7 +37,11 @@ def check_exactly_once(run: Run, *, finished: bool) -> dict[int, str]:
     for assignment in assigned:
         assert assignment.unit_id not in fates, f"unit {assignment.unit_id} has two fates"
         fates[assignment.unit_id] = assignment.outcome
+    for unit_id, outcome in retire.fates_in_history(run, run.branch, run.consumer):
+        assert unit_id not in fates, f"unit {unit_id} is retired and has another fate beside that"
+        fates[unit_id] = outcome
     check_packed_once(run, fates)
+    check_counts(run, fates)
     if finished:
         waiting = [u.unit_id for u in open_units if u.state is not UnitState.FAILED]
         assert not waiting, f"the run is finished, yet units {waiting[:10]} were neither trained nor dropped"
@@ -38,21 +49,46 @@ def check_exactly_once(run: Run, *, finished: bool) -> dict[int, str]:
 
 
 def check_packed_once(run: Run, fates: dict[int, str]) -> None:
-    """Every member of the packed rows belongs to a unit assigned as trained and lies in one batch only."""
+    """Every member of the packed rows belongs to a unit assigned as trained and lies in one batch only.
+
+    Batches of ancestors have their units there. Rows of a unit that the branch took over carry the ancestor's unit id.
+    """
     reader = PackReader(run.root)
     seen: dict[tuple[int, int, int], int] = {}
+    with run.index.read() as connection:
+        taken_over = units.taken_over(connection, run.branch)
     for batch in history.batches(run):
-        for _, rows in consume.read_batch(run, reader, batch):
-            for row in rows.select(["unit_id", "member", "segment"]).to_pylist():
-                key = (row["unit_id"], row["member"], row["segment"])
+        if batch.branch_id != run.branch:
+            continue
+        for rows in _members(run, reader, batch):
+            for row in rows.select(["unit_id", "fence", "member", "segment"]).to_pylist():
+                unit_id = taken_over.get((row["unit_id"], row["fence"]), row["unit_id"])
+                key = (unit_id, row["member"], row["segment"])
                 assert key not in seen, (
                     f"member {key} lies in the batches of steps {seen[key]} and {batch.step}"
                 )
                 seen[key] = batch.step
-                assert fates.get(row["unit_id"]) == "trained", f"packed unit {row['unit_id']} is not assigned"
+                assert fates.get(unit_id) == "trained", f"packed unit {unit_id} is not assigned"
     reader.close()
     missing = {u for u, outcome in fates.items() if outcome == "trained"} - {key[0] for key in seen}
     assert not missing, f"units {sorted(missing)[:10]} are assigned as trained but lie in no batch"
+
+
+def _members(run: Run, reader: PackReader, batch: Batch) -> Iterator[pa.RecordBatch]:
+    """Yield rows that name the trained members of a batch: the packed ones, or those of its plan once they are given up."""
+    if batch.state is not BatchState.RETIRED:
+        yield from (rows for _, rows in consume.read_batch(run, reader, batch))
+        return
+    for _, plan in read_extents(run, reader, [batch.plan_extent_id]):
+        yield plan.filter(pc.equal(plan.column("outcome"), "trained"))
+
+
+def check_counts(run: Run, fates: dict[int, str]) -> None:
+    """The counts that everyone is shown equal what there is, retired units included."""
+    counted = Counter[str]()
+    for (_, outcome, _), number in history.outcomes(run).items():
+        counted[outcome] += number
+    assert counted == Counter(fates.values()), f"counted {dict(counted)}, there are {Counter(fates.values())}"
 
 
 def check_batches_unchanged(before: dict[int, str], run: Run) -> dict[int, str]:

@@ -137,7 +137,7 @@ class SmallRun:
             self.session("train"), role, step=step, version_id=version_id, digest=digest
         )
         if admit_due:
-            admit.admit_due(self.run)
+            admit.admit_due(self.session("train"))
         return version_id
 
     def serving(self) -> str | None:
@@ -184,15 +184,24 @@ class SmallRun:
         """Apply a planned step: record it, commit its checkpoint, publish its weights."""
         role, session = self.trainer(), self.session("train")
         consume.record_step(session, role, step=step, metrics={"loss": 1.0 / step, "grad_norm": 0.5})
+        state_digest = self.write_checkpoint(step)
+        consume.commit_checkpoint(session, role, step=step, previous_step=step - 1, state_digest=state_digest)
+        self.publish(step)
+
+    def write_checkpoint(self, step: int) -> str:
+        """Write the files of a step's checkpoint, which no row names yet; returns its state's digest."""
+        role = self.trainer()
         folder = self.run.root / consume.checkpoint_path(role, step)
         folder.mkdir(parents=True)
         write_durably(folder / "state", str(step).encode())
-        manifest = {"format": FORMAT, "files": {"state": describe_file(folder / "state")}}
+        state_digest = f"{step:032x}"
+        manifest = {
+            "format": FORMAT,
+            "files": {"state": describe_file(folder / "state")},
+            "stands_for": {**consume.stands_for(self.run, role, step=step), "state_digest": state_digest},
+        }
         write_durably(folder / MANIFEST, json.dumps(manifest).encode())
-        consume.commit_checkpoint(
-            session, role, step=step, previous_step=step - 1, state_digest=f"{step:032x}"
-        )
-        self.publish(step)
+        return state_digest
 
     def advance(self, num_steps: int) -> None:
         """Go through whole steps: sample what is admitted, plan, train."""

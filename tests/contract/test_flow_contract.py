@@ -19,7 +19,7 @@ from strawflow.errors import (
     LeaseLostError,
     NotFoundError,
 )
-from strawflow.flow import admit, assemble, consume, rescue
+from strawflow.flow import admit, assemble, consume, publish_weights, rescue
 from strawflow.flow import claim as claiming
 from strawflow.flow import complete as completing
 from strawflow.flow.check import check
@@ -156,7 +156,7 @@ def test_the_same_submission_gets_the_same_receipt_and_has_one_effect(small: Sma
     first = small.complete(grants, submission_id="s-1")
     assert small.complete(grants, submission_id="s-1") == first
     with small.run.index.read() as connection:
-        assert events.count_by_name(connection)["unit.completed"] == 2
+        assert events.count_by_name(connection)["units.completed"] == 1
 
 
 def test_the_same_submission_sent_twice_at_once_has_one_effect(small: SmallRun) -> None:
@@ -167,7 +167,7 @@ def test_the_same_submission_sent_twice_at_once_has_one_effect(small: SmallRun) 
     assert all(r.accepted == (1, 2) for r in good)
     assert small.complete(grants, submission_id="s-1").accepted == (1, 2)
     with small.run.index.read() as connection:
-        assert events.count_by_name(connection)["unit.completed"] == 2
+        assert events.count_by_name(connection)["units.completed"] == 1
 
 
 def test_another_content_under_a_used_submission_id_is_a_conflict(small: SmallRun) -> None:
@@ -394,8 +394,8 @@ def test_a_failed_unit_that_was_recorded_as_dropped_is_not_retried(small: SmallR
 def test_a_dropped_unit_is_owed_a_replacement(small: SmallRun) -> None:
     fail_for_good(small, 1)
     assemble.drop_failed(small.session("assemble"), small.assembler(), purpose="train")
-    assert admit.admit_due(small.run) == 1
-    assert admit.admit_due(small.run) == 0
+    assert admit.admit_due(small.session("train")) == 1
+    assert admit.admit_due(small.session("train")) == 0
 
 
 # ---- admission
@@ -423,7 +423,7 @@ def test_admission_by_many_at_once_admits_each_row_once(tmp_path: Path, settings
     with SmallRun(create_run(tmp_path / "many", small_config(settings))) as small:
         small.enqueue(path)
         small.publish(0, admit_due=False)
-        outcomes = at_once([lambda: admit.admit_due(small.run)] * 4)
+        outcomes = at_once([lambda: admit.admit_due(small.session("train"))] * 4)
         assert sorted(outcomes, key=str) == [0, 0, 0, 8]
         with small.run.index.read() as connection:
             admitted = units.listed(connection, "main")
@@ -435,7 +435,7 @@ def test_admission_before_anything_is_enqueued_admits_nothing(
 ) -> None:
     with SmallRun(create_run(tmp_path / "empty", small_config(settings))) as small:
         small.publish(0, admit_due=False)
-        assert admit.admit_due(small.run) == 0
+        assert admit.admit_due(small.session("train")) == 0
 
 
 def test_enqueuing_the_same_file_twice_adds_nothing(tmp_path: Path, small: SmallRun) -> None:
@@ -564,6 +564,7 @@ def test_a_checkpoint_of_a_passed_position_changes_nothing(small: SmallRun) -> N
     small.advance(2)
     small.sample()
     assert small.plan() is not None
+    small.write_checkpoint(3)
     with pytest.raises(ConflictError, match="position 2, not 1"):
         consume.commit_checkpoint(
             small.session("train"), small.trainer(), step=3, previous_step=1, state_digest="x"
@@ -652,3 +653,50 @@ def test_a_run_is_opened_again_with_all_it_held(small: SmallRun) -> None:
     with again.index.read() as connection:
         assert [b.step for b in batches.listed(connection, "main", "trainer")] == [1]
     again.close()
+
+
+# ---- repeating after a lost reply
+
+
+def test_a_repeated_checkpoint_plan_or_publication_changes_nothing_and_other_content_is_a_conflict(
+    small: SmallRun,
+) -> None:
+    small.sample()
+    batch = small.plan()
+    assert batch is not None
+    groups = [unit_of(small, u) for u in (1, 2, 3, 4)]
+    plan = made_up_plan(1, groups, assemble.read_trajectories(small.session("assemble"), groups))
+    again = assemble.plan_batch(small.session("assemble"), small.assembler(), plan)
+    assert (again.batch_id, again.digest) == (batch.batch_id, batch.digest)
+    small.train(1)
+    session, role = small.session("train"), small.trainer()
+    with small.run.index.read() as connection:
+        (made,) = checkpoints.listed(connection, "main", "trainer")
+        newest = weights.newest(connection, "main")
+    assert newest is not None
+    repeated = consume.commit_checkpoint(
+        session, role, step=1, previous_step=0, state_digest=made.state_digest
+    )
+    assert repeated == made
+    with pytest.raises(ConflictError, match="other content"):
+        consume.commit_checkpoint(session, role, step=1, previous_step=0, state_digest="other")
+    version_id = newest.version_id
+    publish_weights.publish_weights(session, role, step=1, version_id=version_id, digest=newest.digest)
+    with pytest.raises(ConflictError, match="other content"):
+        publish_weights.publish_weights(session, role, step=1, version_id=version_id, digest="other")
+    with small.run.index.read() as connection:
+        assert consumers.find(connection, "main", "trainer").position == 1
+        assert events.count_by_name(connection)["batch.planned"] == 1
+
+
+def test_a_version_or_checkpoint_whose_files_are_missing_is_not_committed(small: SmallRun) -> None:
+    small.sample()
+    small.plan()
+    session, role, before = small.session("train"), small.trainer(), small.serving()
+    with pytest.raises(NotFoundError, match="not complete"):
+        consume.commit_checkpoint(session, role, step=1, previous_step=0, state_digest="x")
+    with pytest.raises(NotFoundError, match="no safetensors file"):
+        publish_weights.publish_weights(session, role, step=1, version_id="v1", digest="x")
+    assert small.serving() == before
+    with small.run.index.read() as connection:
+        assert checkpoints.listed(connection, "main", "trainer") == []

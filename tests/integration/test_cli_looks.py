@@ -189,7 +189,7 @@ def test_a_unit_is_opened_with_prompt_answers_fate_and_events(cli: Cli, small: S
     assert shown["fates"] == [
         {"consumer": "trainer", "epoch": 0, "outcome": "trained", "reason": None, "step": 1}
     ]
-    assert [e["name"] for e in shown["events"]] == ["unit.completed"]
+    assert [e["name"] for e in shown["events"]] == ["units.completed", "units.claimed"]
     text = cli("unit", "show", small.run.root, 1).out
     assert "trainer: trained in step 1" in text
     assert "answer 1 of unit 1" in text
@@ -220,8 +220,8 @@ def test_events_come_newest_first_and_by_name(cli: Cli, small: SmallRun) -> None
     events = cli("events", small.run.root, "--limit", 5, "--json").json
     assert len(events) == 5
     assert [e["event_id"] for e in events] == sorted((e["event_id"] for e in events), reverse=True)
-    only = cli("events", small.run.root, "--name", "unit.", "--json").json
-    assert {e["name"] for e in only} == {"unit.completed"}
+    only = cli("events", small.run.root, "--name", "units.completed", "--json").json
+    assert {e["name"] for e in only} == {"units.completed"}
     assert "checkpoint.committed" in cli("events", small.run.root).out
 
 
@@ -273,7 +273,7 @@ def test_a_missing_pack_is_found(cli: Cli, small: SmallRun) -> None:
     small.advance(1)
     (place,) = cli("batch", "show", small.run.root, 1, "--json").json["micro_batches"]
     (small.run.root / place["path"]).unlink()
-    assert [f["check"] for f in findings(cli, small)] == ["extent"]
+    assert [f["check"] for f in findings(cli, small)] == ["pack"]
 
 
 def test_a_missing_checkpoint_folder_is_found(cli: Cli, small: SmallRun) -> None:
@@ -287,7 +287,7 @@ def test_a_missing_checkpoint_folder_is_found(cli: Cli, small: SmallRun) -> None
 SPOILS: dict[str, tuple[str, str, str]] = {
     "a completed unit loses its offer": ("DELETE FROM offers WHERE unit_id = 5", "fate", "never be trained"),
     "a trained unit is offered again": (
-        "INSERT INTO offers VALUES ('main', 'trainer', 1)",
+        "INSERT INTO offers VALUES ('main', 'trainer', 'train', 0, 1)",
         "fate",
         "trained twice",
     ),
@@ -297,7 +297,7 @@ SPOILS: dict[str, tuple[str, str, str]] = {
         "still to be worked on",
     ),
     "a unit has two fates": (
-        "INSERT INTO assignments SELECT branch_id, consumer, 7, unit_id, batch_id, outcome, reason "
+        "INSERT INTO assignments SELECT unit_id, branch_id, consumer, 7, batch_id, outcome, reason, at_step "
         "FROM assignments WHERE unit_id = 1",
         "fate",
         "more than one fate",

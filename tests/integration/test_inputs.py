@@ -40,7 +40,7 @@ def test_a_dropped_demonstration_is_replaced_by_a_demonstration_and_admits_no_pr
         path = tmp_path / "demonstrations.jsonl"
         path.write_text(prompt_lines(8))
         small.enqueue(path, dataset=admit.DEMONSTRATIONS, purpose="demo")
-        assert admit.admit_due(small.run) == 2
+        assert admit.admit_due(small.session("train")) == 2
         assert counts(small) == {("demo", "ready"): 2}
         small.sample(1, purposes=["demo"])
         role = small.assembler()
@@ -50,7 +50,7 @@ def test_a_dropped_demonstration_is_replaced_by_a_demonstration_and_admits_no_pr
             role,
             [Assignment(unit.epoch, unit.unit_id, "dropped", "failed_members")],
         )
-        assert admit.admit_due(small.run) == 1
+        assert admit.admit_due(small.session("train")) == 1
         assert counts(small) == {("demo", "completed"): 1, ("demo", "ready"): 2}
         small.publish(1)
         assert counts(small)["train", "ready"] == 2 * small.run.config.rollout.prompts_per_step

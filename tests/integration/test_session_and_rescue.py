@@ -47,8 +47,11 @@ def make_run(root: Path, *, num_units: int = 8, **lease: float) -> Run:
     with WorkerSession(run, "train") as session:
         resumption = consume.take_over(session)
         assert resumption is not None
+        folder = run.root / publish_weights.weights_path(VERSION)
+        folder.mkdir()
+        (folder / "model.safetensors").touch()
         publish_weights.publish_weights(session, resumption.role, step=0, version_id=VERSION, digest="0")
-        assert admit.admit_due(run) == num_units
+        assert admit.admit_due(session) == num_units
     return run
 
 

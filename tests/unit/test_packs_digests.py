@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+
+import pyarrow as pa
 import pytest
 import xxhash
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strawflow.packs.digests import BLOCK_BYTES, DIGEST_BYTES, digest_blocks, first_bad_block
+from strawflow.packs.digests import (
+    BLOCK_BYTES,
+    DIGEST_BYTES,
+    digest_blocks,
+    digest_pieces,
+    first_bad_block,
+)
+
+MESSAGE = random.Random(0).randbytes(2 * BLOCK_BYTES + 5)
 
 
 @pytest.mark.parametrize(
@@ -43,3 +55,17 @@ def test_digests_of_another_length_match_nothing(message: bytes, cut: int) -> No
     digests = digest_blocks(message)
     assert first_bad_block(message, digests[:-cut]) == 0
     assert first_bad_block(message, digests + digests[:cut]) == 0
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    cuts=st.lists(st.integers(0, 2 * BLOCK_BYTES + 5), max_size=6),
+    length=st.sampled_from([1, BLOCK_BYTES, 2 * BLOCK_BYTES + 5]),
+)
+def test_a_message_in_pieces_has_the_digests_of_the_whole(cuts: list[int], length: int) -> None:
+    message = MESSAGE[:length]
+    borders = sorted({0, length, *(cut for cut in cuts if cut < length)})
+    pieces = [message[start:stop] for start, stop in itertools.pairwise(borders)]
+    assert digest_pieces(pieces) == digest_blocks(message)
+    assert digest_pieces([pa.py_buffer(piece) for piece in pieces]) == digest_blocks(message)
+    assert digest_pieces([b"", *pieces, b""]) == digest_blocks(message)

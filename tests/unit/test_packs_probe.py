@@ -94,3 +94,13 @@ def test_memory_of_this_machine_gives_process_only() -> None:
 
 def test_a_path_that_does_not_exist_yet_is_judged_by_its_parents(tmp_path: Path) -> None:
     assert durability_of(tmp_path / "not" / "yet").mount_point == durability_of(tmp_path).mount_point
+
+
+def test_an_object_store_gives_what_its_protocol_gives() -> None:
+    store, memory = durability_of("s3://bucket/run"), durability_of("memory://run")
+    assert (store.level, store.is_network, store.mount_point) == ("store", True, None)
+    assert (memory.level, memory.is_network) == ("process", False)
+
+
+def test_a_folder_given_as_text_is_a_folder(tmp_path: Path) -> None:
+    assert durability_of(str(tmp_path)) == durability_of(tmp_path)

@@ -16,17 +16,21 @@ from strawflow.packs.writer import PackWriter
 from strawflow.records import SCHEMAS
 from strawflow.testing.pack_rows import made_up_rows
 
+PACK_IDS = {name: number for number, name in enumerate(("dead", "new", "a", "b", "c", "one", "two"), 1)}
+
 
 def new_writer(root: Path, name: str, kind: str = "trajectory") -> PackWriter:
     return PackWriter(
-        root, pack_id=f"pack-{name}", path=f"packs/{kind}/{name}.arrow", kind=kind, durability="host"
+        root, pack_id=PACK_IDS[name], path=f"packs/{kind}/{name}.arrow", kind=kind, durability="host"
     )
 
 
 def dead_pack(root: Path, kind: str = "trajectory") -> list[Extent]:
     """Write four extents and half a message, and never a footer."""
     writer = new_writer(root, "dead", kind)
-    extents = [writer.append(made_up_rows(kind, 6, seed=seed)) for seed in range(4)]
+    extents = [
+        replace(writer.append(made_up_rows(kind, 6, seed=seed)), extent_id=70 + seed) for seed in range(4)
+    ]
     writer.sync()
     writer.abandon("test")
     with (root / writer.path).open("ab") as file:
@@ -44,7 +48,7 @@ def test_named_extents_move_and_keep_ids_rows_and_order(tmp_path: Path, kind: st
     reader = PackReader(tmp_path)
     for seed in (0, 3):
         moved = result.moved[extents[seed].extent_id]
-        assert (moved.extent_id, moved.pack_id, moved.num_rows) == (extents[seed].extent_id, "pack-new", 6)
+        assert (moved.extent_id, moved.pack_id, moved.num_rows) == (70 + seed, PACK_IDS["new"], 6)
         assert reader.read(moved, sealed=True) == made_up_rows(kind, 6, seed=seed)
     with pa.ipc.open_file(tmp_path / f"packs/{kind}/new.arrow") as file:
         assert file.read_all() == pa.Table.from_batches([made_up_rows(kind, 6, seed=seed) for seed in (0, 3)])
@@ -82,7 +86,7 @@ def test_extents_named_twice_or_of_another_kind_are_refused(tmp_path: Path) -> N
     with pytest.raises(InvalidInputError, match="cannot be salvaged"):
         salvage(tmp_path, extents, target=new_writer(tmp_path, "b", "plan"))
     with pytest.raises(InvalidInputError, match="cannot be salvaged"):
-        salvage(tmp_path, [replace(extents[0], pack_id="pack-c")], target=new_writer(tmp_path, "c"))
+        salvage(tmp_path, [replace(extents[0], pack_id=PACK_IDS["c"])], target=new_writer(tmp_path, "c"))
 
 
 def test_a_salvaged_pack_can_be_salvaged_again(tmp_path: Path) -> None:
@@ -90,3 +94,9 @@ def test_a_salvaged_pack_can_be_salvaged_again(tmp_path: Path) -> None:
     first = salvage(tmp_path, extents, target=new_writer(tmp_path, "one"))
     second = salvage(tmp_path, list(first.moved.values()), target=new_writer(tmp_path, "two"))
     assert list(second.moved) == [extent.extent_id for extent in extents]
+
+
+def test_an_extent_the_index_has_not_named_is_refused_by_its_place(tmp_path: Path) -> None:
+    extent = replace(dead_pack(tmp_path)[0], extent_id=0)
+    with pytest.raises(InvalidInputError, match=rf"at byte {extent.offset} of {extent.path} is not named"):
+        salvage(tmp_path, [extent], target=new_writer(tmp_path, "new"))

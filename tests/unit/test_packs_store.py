@@ -16,6 +16,7 @@ import pytest
 from strawflow import faults
 from strawflow.errors import AlreadyExistsError, InvalidInputError, LeaseLostError, StorageError
 from strawflow.ids import Extent
+from strawflow.packs.posix import PosixOutput
 from strawflow.packs.probe import Durability
 from strawflow.packs.reader import PackReader
 from strawflow.packs.store import PackCreated, PackFailed, PackSealed, PackStore
@@ -29,6 +30,10 @@ class Told:
 
     def __init__(self) -> None:
         self.all: list[PackCreated | PackSealed | PackFailed] = []
+
+    def create(self, created: PackCreated) -> int:
+        self.all.append(created)
+        return len(self.of(PackCreated))
 
     def of(self, kind: type[T]) -> list[T]:
         return [told for told in self.all if isinstance(told, kind)]
@@ -46,7 +51,7 @@ def new_store(
         root,
         session_id,
         durability=durability,
-        on_create=told.all.append,
+        on_create=told.create,
         on_seal=told.all.append,
         on_fail=told.all.append,
         max_pack_bytes=max_pack_bytes,
@@ -96,15 +101,21 @@ def test_a_store_that_appended_nothing_makes_no_file(tmp_path: Path) -> None:
 
 def test_the_owner_is_told_of_a_pack_before_its_file_exists(tmp_path: Path) -> None:
     seen: list[bool] = []
+
+    def on_create(created: PackCreated) -> int:
+        seen.append((tmp_path / created.path).exists())
+        return 41
+
     store = PackStore(
         tmp_path,
         "s-1",
         durability="process",
-        on_create=lambda created: seen.append((tmp_path / created.path).exists()),
+        on_create=on_create,
         on_seal=lambda sealed: seen.append((tmp_path / sealed.path).exists()),
     )
-    store.append("plan", made_up_rows("plan", 1))
+    extent = store.append("plan", made_up_rows("plan", 1))
     store.close()
+    assert (extent.pack_id, extent.extent_id) == (41, 0)
     assert seen == [False, True]
 
 
@@ -122,9 +133,10 @@ def test_a_full_pack_is_sealed_and_the_next_append_opens_another(tmp_path: Path)
 def test_appends_that_arrive_during_a_window_share_the_next_sync(tmp_path: Path) -> None:
     is_leading, may_go_on = threading.Event(), threading.Event()
 
-    def on_create(_: PackCreated) -> None:
+    def on_create(_: PackCreated) -> int:
         is_leading.set()
         assert may_go_on.wait(20)
+        return 1
 
     store = PackStore(tmp_path, "s-1", durability="host", on_create=on_create, on_seal=lambda _: None)
     with ThreadPoolExecutor(9) as pool:
@@ -157,13 +169,13 @@ def test_bytes_are_synced_before_an_append_returns_at_level_host_only(
         monkeypatch.setattr(os, name, watched)
 
     # The real calls, watched: no test on a running machine can take its power away.
-    watch("pwrite")
+    watch("pwritev")
     watch("fdatasync")
     with new_store(tmp_path, Told(), durability=durability) as store:
         store.append("plan", made_up_rows("plan", 1))
         calls.clear()
         store.append_many("plan", [made_up_rows("plan", 1)] * 3)
-        assert calls == ["pwrite"] * 3 + ["fdatasync"] * num_syncs
+        assert calls == ["pwritev"] * 3 + ["fdatasync"] * num_syncs
 
 
 def test_an_interrupt_of_the_leading_thread_is_an_error_to_the_others_not_an_interrupt(
@@ -171,9 +183,9 @@ def test_an_interrupt_of_the_leading_thread_is_an_error_to_the_others_not_an_int
 ) -> None:
     is_leading, may_go_on = threading.Event(), threading.Event()
 
-    def on_create(_: PackCreated) -> None:
+    def on_create(_: PackCreated) -> int:
         if not is_leading.is_set():
-            return
+            return 1
         assert may_go_on.wait(20)
         is_leading.clear()
         raise KeyboardInterrupt
@@ -251,17 +263,18 @@ def test_sixteen_threads_lose_nothing_and_sync_less_often_than_they_append(tmp_p
     for thread, own in enumerate(extents):
         assert all(reader.read(extent, sealed=True) == batches[thread] for extent in own)
     places = {(extent.path, extent.offset) for own in extents for extent in own}
-    assert len(places) == len({extent.extent_id for own in extents for extent in own}) == 3200
+    assert len(places) == 3200
     assert len(told.of(PackSealed)) == len(told.of(PackCreated)) == store.num_packs > 1
 
 
 def test_kinds_do_not_wait_for_each_other(tmp_path: Path) -> None:
     is_leading, may_go_on = threading.Event(), threading.Event()
 
-    def on_create(created: PackCreated) -> None:
+    def on_create(created: PackCreated) -> int:
         if created.kind == "plan":
             is_leading.set()
             assert may_go_on.wait(20)
+        return 1
 
     store = PackStore(tmp_path, "s-1", durability="process", on_create=on_create, on_seal=lambda _: None)
     with ThreadPoolExecutor(1) as pool:
@@ -316,9 +329,10 @@ def test_a_failure_fails_its_whole_window_and_the_next_append_uses_a_new_pack(
 def test_an_owner_that_refuses_a_pack_fails_the_append_and_no_file_is_made(tmp_path: Path) -> None:
     refusals = [LeaseLostError("the session was superseded")]
 
-    def on_create(_: PackCreated) -> None:
+    def on_create(_: PackCreated) -> int:
         if refusals:
             raise refusals.pop()
+        return 2
 
     store = PackStore(tmp_path, "s-1", durability="process", on_create=on_create, on_seal=lambda _: None)
     with pytest.raises(LeaseLostError, match="superseded"):
@@ -336,7 +350,7 @@ def test_an_owner_that_fails_at_a_roll_over_is_heard_and_the_durable_part_stays(
             raise failures.pop()
 
     store = PackStore(
-        tmp_path, "s-1", durability="process", on_create=lambda _: None, on_seal=on_seal, max_pack_bytes=1
+        tmp_path, "s-1", durability="process", on_create=lambda _: 1, on_seal=on_seal, max_pack_bytes=1
     )
     first = store.append("plan", made_up_rows("plan", 1))
     with pytest.raises(StorageError, match="index did not answer"):
@@ -375,7 +389,8 @@ def test_closing_seals_the_other_kinds_when_one_fails(tmp_path: Path) -> None:
     store.append("plan", made_up_rows("plan", 1))
     writer = store._lanes["batch"].writer
     assert writer is not None
-    os.close(writer._descriptor)  # the next system call on it gives a real errno
+    assert isinstance(writer._output, PosixOutput)
+    os.close(writer._output._descriptor)  # the next system call on it gives a real errno
     with pytest.raises(StorageError, match="cannot seal packs/batch"):
         store.close()
     assert [t.kind for t in told.of(PackSealed)] == ["plan"]

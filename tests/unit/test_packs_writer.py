@@ -7,14 +7,17 @@ import os
 from pathlib import Path
 
 import duckdb
+import numpy as np
 import polars as pl
 import pyarrow as pa
 import pyarrow.dataset as ds
 import pytest
 
 from strawflow.errors import AlreadyExistsError, InvalidInputError, StorageError
+from strawflow.packs.posix import PosixOutput, PosixPlace
 from strawflow.packs.probe import Durability
 from strawflow.packs.reader import PackReader
+from strawflow.packs.tensors import to_tensor_batches
 from strawflow.packs.writer import PackWriter
 from strawflow.records import COMPRESSION, SCHEMAS
 from strawflow.testing.pack_rows import made_up_rows
@@ -23,9 +26,7 @@ KINDS = sorted(SCHEMAS)
 
 
 def new_writer(root: Path, kind: str, *, name: str = "a", durability: Durability = "host") -> PackWriter:
-    return PackWriter(
-        root, pack_id=f"pack-{name}", path=f"packs/{kind}/{name}.arrow", kind=kind, durability=durability
-    )
+    return PackWriter(root, pack_id=1, path=f"packs/{kind}/{name}.arrow", kind=kind, durability=durability)
 
 
 @pytest.mark.parametrize("durability", ["process", "host"])
@@ -155,7 +156,8 @@ def test_a_failed_sync_ends_the_pack_for_ever(tmp_path: Path) -> None:
     kept = writer.append(made_up_rows("plan", 2))
     writer.sync()
     # A descriptor that is gone gives a real errno to the next system call.
-    os.close(writer._descriptor)
+    assert isinstance(writer._output, PosixOutput)
+    os.close(writer._output._descriptor)
     with pytest.raises(StorageError, match=r"cannot sync .* the pack is ended"):
         writer.sync()
     for retry in (writer.sync, writer.seal, lambda: writer.append(made_up_rows("plan", 2))):
@@ -193,3 +195,68 @@ def test_a_forked_process_cannot_write_its_parents_pack(tmp_path: Path) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
     assert (tmp_path / kept.path).stat().st_size == kept.offset + kept.length
     writer.seal()
+
+
+def test_a_message_of_thousands_of_pieces_and_partial_writes_lies_whole_in_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pieces = [bytes([n % 251]) * (n % 7) for n in range(3000)]
+    output = PosixPlace(tmp_path).create("a", b"head", durability="process")
+    real = os.pwritev
+
+    def pwritev(descriptor: int, views: list[memoryview], offset: int) -> int:
+        # The system may always write less than asked: here it takes a part of what it was given.
+        taken, room = [], 11
+        for view in views:
+            taken.append(view[:room])
+            room -= len(taken[-1])
+            if not room:
+                break
+        return real(descriptor, taken, offset)
+
+    monkeypatch.setattr(os, "pwritev", pwritev)
+    output.write(pieces)
+    output.write([pa.py_buffer(b"tail")])
+    monkeypatch.undo()
+    output.finish()
+    assert (tmp_path / "a").read_bytes() == b"head" + b"".join(pieces) + b"tail"
+
+
+def test_a_large_column_goes_to_the_file_without_a_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    array = np.arange(8 * 2**20, dtype=np.uint8)
+    (batch,) = to_tensor_batches("x", array)
+    writer, real = new_writer(tmp_path, "tensor", durability="process"), os.pwritev
+    seen: list[int] = []
+
+    def pwritev(descriptor: int, views: list[memoryview], offset: int) -> int:
+        seen.extend(pa.py_buffer(view).address for view in views)
+        return real(descriptor, views, offset)
+
+    monkeypatch.setattr(os, "pwritev", pwritev)
+    extent = writer.append(batch)
+    assert array.ctypes.data in seen
+    assert PackReader(tmp_path).read(extent) == batch
+
+
+@pytest.mark.parametrize("wrapped_at, value", [(2, -3), (1, -(2**31)), (1, 2**31 - 1)])
+def test_offsets_that_wrapped_are_refused_and_nothing_is_written(
+    tmp_path: Path, wrapped_at: int, value: int
+) -> None:
+    good = made_up_rows("trajectory", 2)
+    offsets = np.array([0, 2, 5], np.int32)
+    wrapped = pa.ListArray.from_buffers(
+        pa.list_(pa.int32()), 2, [None, pa.py_buffer(offsets)], children=[pa.array([1] * 5, pa.int32())]
+    )
+    place = good.schema.get_field_index("response_tokens")
+    columns = [*good.columns[:place], wrapped, *good.columns[place + 1 :]]
+    bad = pa.RecordBatch.from_arrays(columns, schema=good.schema)
+    # Now, since Arrow refuses to make such an array; code that computes offsets in 32 bits fills them in like this.
+    offsets[wrapped_at] = value
+    writer = new_writer(tmp_path, "trajectory")
+    length = writer.length
+    with pytest.raises(InvalidInputError, match=r"kind 'trajectory' is malformed.*offset"):
+        writer.append(bad)
+    assert writer.length == length
+    assert PackReader(tmp_path).read(writer.append(good)) == good

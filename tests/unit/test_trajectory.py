@@ -73,4 +73,4 @@ def test_a_failed_member_is_a_row_with_its_reason_and_no_reward() -> None:
 )
 def test_a_member_that_breaks_a_promise_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
-        to_record_batch([result(member(0), member(1, **changes))])
+        result(member(0), member(1, **changes)).check()

@@ -112,7 +112,7 @@ class RolloutLoop:
             raise EngineError("the engine's process ended; this worker starts again with a new one")
         moved = await self._collect()
         # Admission before the look at the weights: what newer weights allow is never claimed for older ones.
-        await self._blocking(lambda: admit.admit_due(self._run))
+        await self._blocking(lambda: admit.admit_due(self._session))
         target = await self._blocking(lambda: publish_weights.version_to_serve(self._run))
         if target is not None and target.version_id != self._engine.serving:
             if self._in_flight or self._finished:
@@ -220,7 +220,7 @@ class RolloutLoop:
         if time.monotonic() - self._upkeep_at >= UPKEEP_S:
             self._upkeep_at = time.monotonic()
             await self._blocking(lambda: rescue.rescue_expired(self._run))
-            await self._blocking(lambda: admit.admit_due(self._run))
+            await self._blocking(lambda: admit.admit_due(self._session))
             if self._demonstrations_left:
                 planned = (await self._blocking(lambda: progress.standing(self._run))).planned
                 self._demonstrations_left = planned < self._config.warm_start.steps

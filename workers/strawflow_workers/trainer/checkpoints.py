@@ -57,8 +57,13 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     path.chmod(0o644)
 
 
-def write_rank_state(final: Path, state: RankState, *, rank: int = 0) -> None:
+def write_rank_state(
+    final: Path, state: RankState, *, rank: int = 0, stands_for: Mapping[str, Any] | None = None
+) -> None:
     """Write a checkpoint of one rank as the new directory `final`, durable when this returns.
+
+    `stands_for` says which place of which run it has (flow.consume.stands_for): with it the files alone tell
+    how far the run had come.
 
     Raises:
         AlreadyExistsError: `final` exists.
@@ -69,7 +74,9 @@ def write_rank_state(final: Path, state: RankState, *, rank: int = 0) -> None:
         write_tensors(partial / f"{stem}.safetensors", state.tensors)
         (partial / f"{stem}.json").write_text(json.dumps(state.values, allow_nan=False))
         files = {path.name: describe_file(path) for path in sorted(partial.iterdir())}
-        manifest = {"format": FORMAT, "world_size": 1, "files": files}
+        manifest: dict[str, Any] = {"format": FORMAT, "world_size": 1, "files": files}
+        if stands_for is not None:
+            manifest["stands_for"] = dict(stands_for)
         (partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
 
 

@@ -185,13 +185,13 @@ class TrainerLoop:
 
     def _checkpoint(self, trainer: MegatronTrainer, resumption: Resumption, step: int, committed: int) -> int:
         started = time.monotonic()
-        trainer.save_checkpoint(self._run.root / consume.checkpoint_path(resumption.role, step))
+        role, state_digest = resumption.role, trainer.state_digest()
+        trainer.save_checkpoint(
+            self._run.root / consume.checkpoint_path(role, step),
+            stands_for={**consume.stands_for(self._run, role, step=step), "state_digest": state_digest},
+        )
         consume.commit_checkpoint(
-            self._session,
-            resumption.role,
-            step=step,
-            previous_step=committed,
-            state_digest=trainer.state_digest(),
+            self._session, role, step=step, previous_step=committed, state_digest=state_digest
         )
         log.info("checkpoint of step %d took %.2f s", step, time.monotonic() - started)
         return step

@@ -17,7 +17,7 @@ import math
 import random
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -144,14 +144,14 @@ class MegatronTrainer:
                     shutil.copyfile(path, partial / path.name)
         return checkpoints.tensors_digest(tensors)
 
-    def save_checkpoint(self, path: Path) -> None:
-        """Write all state as a new directory, durable when this returns.
+    def save_checkpoint(self, path: Path, *, stands_for: Mapping[str, Any] | None = None) -> None:
+        """Write all state as a new directory, durable when this returns; its manifest says what it stands for.
 
         Raises:
             AlreadyExistsError: `path` exists.
             StorageError: it could not be written; nothing appeared under that name.
         """
-        checkpoints.write_rank_state(Path(path), self._rank_state())
+        checkpoints.write_rank_state(Path(path), self._rank_state(), stands_for=stands_for)
 
     def load_checkpoint(self, path: Path) -> None:
         """Take over all state of a checkpoint, its stage and settings included. On error this trainer is

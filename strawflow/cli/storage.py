@@ -1,0 +1,277 @@
+"""`strawflow storage`: what a run takes on the disk, what may go, and what must stay."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from strawflow.cli.group import QuickGroup
+from strawflow.cli.options import JsonFlag, RunArgument, opened
+
+if TYPE_CHECKING:
+    from strawflow.flow.sweep import Collected
+    from strawflow.flow.usage import Usage
+
+app = typer.Typer(
+    cls=QuickGroup,
+    help="Show what a run takes on the disk; pin, retain, compact and sweep.",
+    no_args_is_help=True,
+)
+
+KindName = Literal["pack", "batch", "checkpoint", "weights"]
+YesFlag = Annotated[bool, typer.Option("--yes", help="Do it; without, only say what would be done.")]
+
+
+@app.command()
+def usage(run: RunArgument, as_json: JsonFlag = False) -> None:
+    """Show bytes by kind, how much of them is named, the index, quota and free space."""
+    from strawflow.cli import output
+    from strawflow.flow.usage import usage_of
+
+    with opened(run) as found:
+        seen = usage_of(found)
+    if as_json:
+        shares = [{"kind": kind.kind, "live_share": kind.live_share} for kind in seen.kinds]
+        output.print_json({**output.plain(seen), "live_shares": shares})
+    else:
+        _print_usage(seen)
+
+
+@app.command()
+def pin(
+    run: RunArgument,
+    kind: Annotated[KindName, typer.Argument(help="What to pin.")],
+    subject: Annotated[
+        str,
+        typer.Argument(
+            help="A pack's id or path, a batch's step, a checkpoint's or weight version's id or step."
+        ),
+    ],
+    reason: Annotated[str, typer.Option(help="Why; shown to whoever wonders.")],
+    session: Annotated[
+        str, typer.Option(metavar="ID", help="Worker session that the pin ends with; none: it stands.")
+    ] = "",
+    as_json: JsonFlag = False,
+) -> None:
+    """Keep a pack's file, a batch's rows, or the files of a checkpoint or weight version from being removed."""
+    from strawflow.cli import output
+    from strawflow.flow import pins
+    from strawflow.index.pins import PinKind
+
+    with opened(run) as found:
+        made = pins.pin(found, PinKind(kind), subject, reason=reason, session_id=session or None)
+    if as_json:
+        output.print_json(made)
+    else:
+        print(
+            f"pin {made.pin_id} holds {made.subject_kind} {made.subject}; `strawflow storage unpin` removes it"
+        )
+
+
+@app.command()
+def unpin(
+    run: RunArgument,
+    pin_id: Annotated[int, typer.Argument(metavar="PIN", help="Number of the pin.")],
+    as_json: JsonFlag = False,
+) -> None:
+    """Remove a pin."""
+    from strawflow.cli import output
+    from strawflow.flow import pins
+
+    with opened(run) as found:
+        pins.unpin(found, pin_id)
+    if as_json:
+        output.print_json({"removed": pin_id})
+    else:
+        print(f"pin {pin_id} is removed")
+
+
+@app.command("pins")
+def list_pins(run: RunArgument, as_json: JsonFlag = False) -> None:
+    """List the pins; void ones belong to worker sessions that are gone and hold nothing."""
+    from strawflow.cli import output
+    from strawflow.flow import pins
+
+    with opened(run) as found:
+        listed = pins.listed(found)
+    if as_json:
+        output.print_json(listed)
+        return
+    output.print_table(
+        ("pin", "holds", "subject", "reason", "session", "made at", "void"),
+        [(p.pin_id, p.subject_kind, p.subject, p.reason, p.session_id, p.at, p.is_void) for p in listed],
+        empty="nothing is pinned",
+    )
+
+
+@app.command()
+def sweep(run: RunArgument, yes: YesFlag = False, as_json: JsonFlag = False) -> None:
+    """Remove what nothing names: unnamed extents' rows, packs without any, files and folders without a row."""
+    from strawflow.flow import quota
+    from strawflow.flow import sweep as sweeping
+    from strawflow.flow.session import WorkerSession
+
+    with opened(run) as found:
+        if yes:
+            with WorkerSession(found, quota.UPKEEP) as session:
+                collected = sweeping.sweep(session)
+        else:
+            collected = sweeping.plan_sweep(found)
+    _print(collected, as_json=as_json, empty="nothing to sweep")
+
+
+@app.command()
+def compact(
+    run: RunArgument,
+    min_live: Annotated[
+        float,
+        typer.Option(
+            min=0.0, max=1.0, help="Packs of which a smaller share of bytes is named are rewritten."
+        ),
+    ] = 0.5,
+    yes: YesFlag = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Copy what is named in half-empty and in small packs together; the old files go with a sweep."""
+    from strawflow.flow import compact as compacting
+    from strawflow.flow import quota
+    from strawflow.flow.session import WorkerSession
+
+    with opened(run) as found:
+        if yes:
+            with WorkerSession(found, quota.UPKEEP) as session:
+                collected = compacting.compact(session, min_live=min_live)
+        else:
+            collected = compacting.plan_compaction(found, min_live=min_live)
+    _print(collected, as_json=as_json, empty="nothing to compact")
+
+
+@app.command()
+def retain(
+    run: RunArgument,
+    keep_checkpoints: Annotated[
+        int | None, typer.Option(min=0, help="In place of storage.keep_checkpoints.")
+    ] = None,
+    keep_checkpoints_every: Annotated[
+        int | None, typer.Option(min=0, help="In place of storage.keep_checkpoints_every.")
+    ] = None,
+    keep_weights_every: Annotated[
+        int | None, typer.Option(min=0, help="In place of storage.keep_weights_every.")
+    ] = None,
+    keep_steps: Annotated[int | None, typer.Option(min=0, help="In place of storage.keep_steps.")] = None,
+    event_age_s: Annotated[float | None, typer.Option(min=0, help="In place of storage.event_age_s.")] = None,
+    yes: YesFlag = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Let what grew old leave: checkpoints, weights, batches, trajectories, units, receipts, events; see section storage."""
+    from dataclasses import replace
+
+    from strawflow.flow import quota
+    from strawflow.flow import retain as retaining
+    from strawflow.flow.session import WorkerSession
+
+    given: dict[str, Any] = {
+        "keep_checkpoints": keep_checkpoints,
+        "keep_checkpoints_every": keep_checkpoints_every,
+        "keep_weights_every": keep_weights_every,
+        "keep_steps": keep_steps,
+        "event_age_s": event_age_s,
+    }
+    with opened(run) as found:
+        policy = replace(
+            retaining.policy_of(found.config),
+            **{name: value for name, value in given.items() if value is not None},
+        )
+        if yes:
+            with WorkerSession(found, quota.UPKEEP) as session:
+                collected = retaining.retain(session, policy)
+        else:
+            collected = retaining.plan_retention(found, policy)
+    _print(collected, as_json=as_json, empty="nothing is old enough to leave")
+
+
+@app.command()
+def reconcile(
+    run: RunArgument,
+    accept_missing: Annotated[
+        bool,
+        typer.Option("--accept-missing", help="Allow it even though bytes that the index names are missing."),
+    ] = False,
+    yes: YesFlag = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Match the packs against a restored or rebuilt index, and allow sweeping again; exit 7 when it is not allowed."""
+    from strawflow.cli import output
+    from strawflow.errors import ConflictError
+    from strawflow.flow.reconcile import reconcile as match
+
+    with opened(run) as found:
+        collected = match(found, accepts=yes, accepts_missing=accept_missing)
+    if as_json:
+        output.print_json(collected)
+    else:
+        output.print_table(
+            ("what", "which", "why", "bytes"),
+            [(item.what, item.subject, item.why, output.size(item.num_bytes)) for item in collected.items],
+            empty="packs and index match",
+        )
+        print(
+            "sweeping is allowed"
+            if collected.done
+            else "nothing was changed" + ("" if yes else "; --yes does it")
+        )
+    if yes and not collected.done:
+        raise typer.Exit(ConflictError.exit_code)
+
+
+def _print(collected: Collected, *, as_json: bool, empty: str) -> None:
+    from strawflow.cli import output
+
+    if as_json:
+        output.print_json({**output.plain(collected), "num_bytes": collected.num_bytes})
+        return
+    output.print_table(
+        ("what", "which", "why", "bytes"),
+        [(item.what, item.subject, item.why, output.size(item.num_bytes)) for item in collected.items],
+        empty=empty,
+    )
+    if not collected.items:
+        return
+    freed = output.size(collected.num_bytes)
+    print(
+        f"{freed} freed" if collected.done else f"{freed} would be freed; nothing was changed, --yes does it"
+    )
+
+
+def _print_usage(seen: Usage) -> None:
+    from strawflow.cli import output
+
+    output.print_table(
+        ("kind", "files", "bytes", "named", "live share"),
+        [
+            (
+                kind.kind,
+                kind.num_files,
+                output.size(kind.num_bytes),
+                output.size(kind.named_bytes),
+                kind.live_share,
+            )
+            for kind in seen.kinds
+        ],
+        empty="no packs yet",
+    )
+    print(", ".join(f"{name} {output.size(used)}" for name, used in seen.disk_bytes.items()))
+    if seen.unknown_files or seen.condemned_bytes:
+        print(
+            f"for the sweep: {seen.unknown_files} files ({output.size(seen.unknown_bytes)}) without a row, condemned "
+            f"packs {output.size(seen.condemned_bytes)}"
+        )
+    room = seen.room
+    quota = output.size(room.quota_bytes) if room.quota_bytes else "none"
+    print(
+        f"in all {output.size(room.used_bytes)}, quota {quota}; free {output.size(room.free_bytes)}, "
+        f"{output.size(room.reserve_bytes)} of it kept in reserve"
+    )
+    if seen.shortage is not None:
+        print(f"nothing is admitted or claimed: {seen.shortage}")

@@ -1,0 +1,210 @@
+"""Consumer: the trainer's side of a store. It gets batches in order, and commits how far it came.
+
+1. A consumer is a name with a position; several read the same trajectories without seeing each other. One process at a
+   time holds a name: a second one waits until the first is gone.
+2. A batch is planned once, durably, before it is handed out. After any crash the batches after the committed position
+   come again: same groups, same order, same bytes.
+3. `advance` commits the position; `commit_checkpoint` commits it together with the files of a checkpoint.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+
+import pyarrow as pa
+
+from strawflow.errors import ConflictError, LeaseLostError
+from strawflow.flow import by_reference, consume, publish_weights, rescue
+from strawflow.flow.checkpoint_folder import seal_folder
+from strawflow.flow.run import Run
+from strawflow.flow.session import WorkerSession
+from strawflow.index import batches, consumers
+from strawflow.index.consumers import Role
+from strawflow.weights.verify import weights_digest
+
+_POLL_S = 0.05
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One step of a consumer."""
+
+    step: int
+    digest: str
+    """Chained over all batches up to this one: two runs with equal digests trained on equal bytes in equal order."""
+    num_groups: int
+    rows: pa.Table
+    """One row per member in the order of the plan: trajectories (schema records.TRAJECTORY), or, where an assembler
+    packs batches, packed sequences (schema records.BATCH)."""
+
+
+class Consumer:
+    """Reads batches in order; made by `Store.consumer`. Use as a context manager."""
+
+    def __init__(self, run: Run, name: str, *, purposes: tuple[str, ...], wait_s: float) -> None:
+        self._run = replace(run, consumer=name)
+        self._purpose = purposes[-1]
+        self._session = WorkerSession(self._run, f"consumer-{name}")
+        consume.ensure_consumer(self._session, purposes=purposes)
+        self._role = self._take_over(wait_s)
+        self._assembler = self._take_assembler()
+        with self._run.index.read() as connection:
+            self._position = consumers.find(connection, run.branch, name).position
+        self._handed_out = self._position
+
+    @property
+    def session_id(self) -> str:
+        return self._session.session_id
+
+    @property
+    def position(self) -> int:
+        """Last step that is committed."""
+        return self._position
+
+    def next_batch(
+        self, num_groups: int = 1, *, at_least: int | None = None, wait_s: float = 0.0
+    ) -> Batch | None:
+        """Return the batch after the last one handed out; None when none is planned and too few groups wait.
+
+        Planned batches come first, as they were planned. A new one takes up to `num_groups` completed groups, oldest
+        weights first, once `at_least` (default: all of them) wait; `wait_s` seconds at most are waited for them.
+
+        Raises:
+            LeaseLostError: another process took the name over; stop.
+            CorruptPackError: stored bytes do not match their checksum.
+        """
+        deadline = time.monotonic() + wait_s
+        while True:
+            self._session.mark_progress()
+            self._session.require_live()
+            batch = self._planned() or self._plan(num_groups, num_groups if at_least is None else at_least)
+            if batch is not None:
+                self._handed_out = batch.step
+                return batch
+            if time.monotonic() >= deadline:
+                return None
+            time.sleep(min(_POLL_S, max(0.0, deadline - time.monotonic())))
+
+    def advance(self, step: int | None = None) -> None:
+        """Commit the position: batches up to `step` (default: the last one handed out) never come again.
+
+        Raises:
+            LeaseLostError: another process took the name over; nothing changed.
+            ConflictError: the step is not one of the batches handed out.
+        """
+        step = self._require_handed_out(step)
+        by_reference.advance(self._session, self._role, expected=self._position, step=step)
+        self._position = step
+
+    def checkpoint_folder(self, step: int | None = None) -> Path:
+        """Return the folder to write the checkpoint of `step` into; it belongs to nobody until it is committed."""
+        folder = self._run.root / consume.checkpoint_path(self._role, self._require_handed_out(step))
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def commit_checkpoint(self, step: int | None = None) -> str:
+        """Commit the files in `checkpoint_folder(step)` together with the position; returns the checkpoint's id.
+
+        The files are synced and listed with their checksums in a manifest first: a kill at any instant leaves the
+        older checkpoint with its position, or this one with its own.
+
+        Raises:
+            LeaseLostError: another process took the name over; the files stay unnamed.
+            NotFoundError: the folder is empty.
+        """
+        step = self._require_handed_out(step)
+        stands_for = consume.stands_for(self._run, self._role, step=step)
+        digest = seal_folder(self.checkpoint_folder(step), stands_for=stands_for)
+        made = consume.commit_checkpoint(
+            self._session, self._role, step=step, previous_step=self._position, state_digest=digest
+        )
+        self._position = step
+        return made.checkpoint_id
+
+    def newest_checkpoint(self) -> tuple[int, Path] | None:
+        """Return (step, folder) of the newest committed checkpoint; None before the first."""
+        found = consume.newest_checkpoint(self._run)
+        return None if found is None else (found.step, self._run.root / found.path)
+
+    def publish_weights(self, step: int, file: Path) -> str:
+        """Publish a safetensors file as the weights of a step, for workers to sample from; returns their version id.
+
+        Raises:
+            LeaseLostError: another process took the name over.
+            CorruptCheckpointError: the file is missing or no safetensors file.
+        """
+        digest = weights_digest(file)
+        version_id = publish_weights.version_name(self._run, self._role, step=step, digest=digest)
+        publish_weights.store_file(self._run, version_id, file)
+        publish_weights.publish_weights(
+            self._session, self._role, step=step, version_id=version_id, digest=digest
+        )
+        return version_id
+
+    def close(self) -> None:
+        """Give the name back."""
+        self._session.end()
+
+    def __enter__(self) -> Consumer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._session.__exit__(kind, error, trace)
+
+    def _take_over(self, wait_s: float) -> Role:
+        deadline = time.monotonic() + wait_s
+        while True:
+            rescue.declare_dead_processes_lost(self._run)
+            rescue.rescue_expired(self._run)
+            taken = consume.take_over(self._session)
+            if taken is not None:
+                return taken.role
+            if time.monotonic() >= deadline:
+                self._session.end()
+                raise LeaseLostError(
+                    f"another process is consumer {self._run.consumer!r}; stop it, or wait for it with wait_s"
+                )
+            time.sleep(_POLL_S)
+
+    def _take_assembler(self) -> Role | None:
+        with self._run.index.begin() as connection:
+            return consumers.take_role(
+                connection, self._run.branch, f"assemble:{self._run.consumer}", self._session.session_id
+            )
+
+    def _planned(self) -> Batch | None:
+        found = consume.batch_of_step(self._run, self._handed_out + 1)
+        return None if found is None else self._read(found)
+
+    def _plan(self, num_groups: int, at_least: int) -> Batch | None:
+        if self._assembler is None:
+            return None
+        planned = by_reference.plan_next(
+            self._session,
+            self._assembler,
+            purpose=self._purpose,
+            num_groups=num_groups,
+            at_least=at_least,
+        )
+        return None if planned is None else self._read(planned)
+
+    def _read(self, found: batches.Batch) -> Batch:
+        if found.objective == by_reference.OBJECTIVE:
+            rows = by_reference.rows_of(self._run, self._session.reader, found)
+        else:
+            packed = consume.read_batch(self._run, self._session.reader, found)
+            rows = pa.Table.from_batches([own for _, own in packed])
+        return Batch(found.step, found.digest, found.num_units, rows)
+
+    def _require_handed_out(self, step: int | None) -> int:
+        step = self._handed_out if step is None else step
+        if not self._position <= step <= self._handed_out or step == 0:
+            raise ConflictError(
+                f"step {step} was not handed out: batches {self._position + 1} to {self._handed_out} were"
+            )
+        return step

@@ -1,0 +1,86 @@
+"""Looking at worker sessions and fencing one off by hand: what an operator does when a worker hangs or its host is gone."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from strawflow import processes
+from strawflow.errors import ConflictError, IllegalTransitionError, NotFoundError
+from strawflow.flow.rescue import declare_lost
+from strawflow.flow.run import Run
+from strawflow.index import consumers, leases, sessions
+from strawflow.index.sessions import Session
+from strawflow.states import SessionState
+
+
+@dataclass(frozen=True)
+class WorkerLine:
+    """One worker session as an operator sees it."""
+
+    session_id: str
+    kind: str
+    host: str
+    pid: int
+    state: str
+    process: str
+    """`runs` or `gone` for a process of this machine, else `elsewhere`."""
+    expires_in_s: float
+    num_units: int
+    roles: tuple[str, ...]
+
+
+def workers_of(run: Run, *, live_only: bool) -> list[WorkerLine]:
+    """Return the worker sessions of a run, the oldest first."""
+    with run.index.read() as connection:
+        listed = sessions.listed(connection, live_only=live_only)
+        roles: dict[str, list[str]] = defaultdict(list)
+        for role, _, session_id in consumers.roles_listed(connection, run.branch):
+            if session_id is not None:
+                roles[session_id].append(role)
+        held = {s.session_id: leases.num_leased(connection, s.session_id) for s in listed}
+    return [
+        WorkerLine(
+            session_id=s.session_id,
+            kind=s.kind,
+            host=s.host,
+            pid=s.pid,
+            state=s.state.value,
+            process=_process(s),
+            expires_in_s=s.expires_in_s,
+            num_units=held[s.session_id],
+            roles=tuple(roles[s.session_id]) if s.state is SessionState.LIVE else (),
+        )
+        for s in listed
+    ]
+
+
+def fence(run: Run, session_id: str, *, force: bool = False) -> int:
+    """Declare a session lost now; returns how many units are ready again (or failed, their attempts used up).
+
+    Raises:
+        NotFoundError: no such session.
+        IllegalTransitionError: it ended or was lost before.
+        ConflictError: it seems to live (its process runs here, or its lease still holds elsewhere), and not `force`.
+    """
+    with run.index.read() as connection:
+        found = next((s for s in sessions.listed(connection) if s.session_id == session_id), None)
+    if found is None:
+        raise NotFoundError(f"there is no worker session {session_id!r}; see `strawflow worker list`")
+    if found.state is not SessionState.LIVE:
+        raise IllegalTransitionError(f"worker {session_id} is {found.state} already; it holds nothing")
+    process = _process(found)
+    if not force and (process == "runs" or (process == "elsewhere" and found.expires_in_s > 0)):
+        how = (
+            f"process {found.pid} runs on this machine"
+            if process == "runs"
+            else (f"its lease on {found.host} holds for another {found.expires_in_s:.0f} s")
+        )
+        raise ConflictError(f"worker {session_id} seems to live: {how}; stop it first, or use --force")
+    return declare_lost(run, session_id, reason="fenced off by an operator")
+
+
+def _process(session: Session) -> str:
+    if session.machine != processes.machine_id():
+        return "elsewhere"
+    return "runs" if processes.started_at(session.pid) == session.process_started else "gone"

@@ -1,0 +1,135 @@
+"""Packs in a POSIX folder: written by positional gathering writes, read by pread or through a mapping.
+
+1. A name is used once (O_EXCL). At level `host` its directory entry is durable before `create` returns.
+2. Pieces go down in one system call and are never joined in memory.
+3. A mapping is asked for only within the size of the file as it is now: a touch beyond it would kill the process.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import pyarrow as pa
+
+from strawflow.errors import InvalidInputError
+from strawflow.packs.probe import Durability
+from strawflow.packs.sync import sync_path
+
+_MAX_PIECES = os.sysconf("SC_IOV_MAX")
+
+
+class PosixPlace:
+    """A folder."""
+
+    appends = True
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def __str__(self) -> str:
+        return str(self._root)
+
+    def create(self, path: str, head: bytes, *, durability: Durability) -> PosixOutput:
+        if durability == "store":
+            raise InvalidInputError(f"{self._root} is a folder, and level 'store' is that of object stores")
+        return PosixOutput(self._root, path, head, syncs=durability == "host")
+
+    def open(self, path: str) -> PosixInput:
+        return PosixInput(self._root / path)
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        found = {}
+        for directory, _, names in os.walk(self._root / folder):
+            for name in names:
+                place = Path(directory, name)
+                try:
+                    found[str(place.relative_to(self._root))] = place.stat().st_size
+                except FileNotFoundError:
+                    continue  # removed since it was listed
+        return found
+
+    def remove(self, path: str) -> None:
+        (self._root / path).unlink(missing_ok=True)
+
+
+class PosixOutput:
+    """A growing file."""
+
+    def __init__(self, root: Path, path: str, head: bytes, *, syncs: bool) -> None:
+        self._place, self._syncs, self._length = root / path, syncs, 0
+        self._place.parent.mkdir(parents=True, exist_ok=True)
+        self._descriptor = os.open(self._place, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        try:
+            self.write([head])
+            self.sync()
+            if syncs:
+                # Every level up to the root: another writer may have made one of them and not have synced it yet.
+                for directory in self._place.parents:
+                    sync_path(directory)
+                    if directory == root:
+                        break
+        except BaseException:
+            self.close()
+            raise
+
+    def write(self, pieces: Sequence[bytes | pa.Buffer]) -> None:
+        views = [memoryview(piece) for piece in pieces]
+        done = 0
+        while done < len(views):
+            written = os.pwritev(self._descriptor, views[done : done + _MAX_PIECES], self._length)
+            self._length += written
+            while done < len(views) and written >= len(views[done]):
+                written -= len(views[done])
+                done += 1
+            if written:
+                views[done] = views[done][written:]
+
+    def sync(self) -> None:
+        if self._syncs:
+            os.fdatasync(self._descriptor)
+
+    def finish(self) -> None:
+        if self._syncs:
+            os.fsync(self._descriptor)
+            sync_path(self._place.parent)
+        self.close()
+
+    def close(self) -> None:
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+class PosixInput:
+    """One descriptor; closed when the last reader lets go of it."""
+
+    def __init__(self, place: Path) -> None:
+        self._descriptor = os.open(place, os.O_RDONLY | os.O_CLOEXEC)
+        self._map: mmap.mmap | None = None
+        self.size = os.fstat(self._descriptor).st_size
+
+    def __del__(self) -> None:
+        # The reference count is what tells that no thread reads through it; a mapping outlives its descriptor.
+        if hasattr(self, "_descriptor"):
+            os.close(self._descriptor)
+
+    def read(self, offset: int, length: int) -> pa.Buffer:
+        target = pa.allocate_buffer(length)
+        view = memoryview(target)
+        done = 0
+        while done < length:
+            count = os.preadv(self._descriptor, [view[done:]], offset + done)
+            if count == 0:
+                return target.slice(0, done)
+            done += count
+        return target
+
+    def view(self, offset: int, length: int) -> pa.Buffer:
+        size = min(os.fstat(self._descriptor).st_size, self.size)
+        if self._map is None and size > 0:
+            self._map = mmap.mmap(self._descriptor, self.size, prot=mmap.PROT_READ)
+        start = min(offset, size)
+        return pa.py_buffer(self._map or b"").slice(start, min(length, size - start))

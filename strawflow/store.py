@@ -1,0 +1,166 @@
+"""Store: a run as its producers and consumers see it: prompts in, trajectories across, batches out, all durable.
+
+    store = strawflow.create("runs/mine", prompts="prompts.jsonl")
+    with store.worker() as worker: ...        # leases prompt groups, completes them
+    with store.consumer("trainer") as trainer: ...   # gets batches in order, commits how far it came
+
+1. It is what strawflow's own workers are built on: a generator or trainer of your own and ours read the same run.
+2. Safe for threads. A process that was forked opens the store again; one that is spawned may be given the store itself.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from strawflow import config as configuration
+from strawflow.consumer import Consumer
+from strawflow.errors import InvalidInputError
+from strawflow.flow import admit, rescue
+from strawflow.flow.enqueue import EnqueueRequest, enqueue
+from strawflow.flow.run import Run, create_run, open_run
+from strawflow.flow.session import WorkerSession
+from strawflow.prompts.row import PromptKeys
+from strawflow.prompts.source import PromptSource
+from strawflow.worker import Worker
+
+_ROW_KEYS = ("prompt", "label", "metadata")
+
+
+def create(
+    folder: str | Path,
+    *,
+    prompts: str | Path | Iterable[Mapping[str, Any]] | None = None,
+    fresh: bool = False,
+    settings: Mapping[str, Any] | None = None,
+) -> Store:
+    """Create a run in a folder and, if given, enqueue its prompts (a file, or rows with `prompt`, `label`, `metadata`).
+
+    `settings` maps `section.field` to a value, as in `strawflow run create --section.field`; `fresh` removes a run that
+    is there.
+
+    Raises:
+        AlreadyExistsError: the folder holds a run. ConfigError: a setting is wrong. InvalidInputError: a prompt is.
+    """
+    flags = {
+        name: value if isinstance(value, str) else json.dumps(value)
+        for name, value in (settings or {}).items()
+    }
+    store = Store(create_run(Path(folder), configuration.load_config(flags=flags), fresh=fresh))
+    if prompts is not None:
+        store.enqueue(prompts)
+    return store
+
+
+def open(folder: str | Path) -> Store:
+    """Open a run that exists.
+
+    Raises:
+        NotFoundError: the folder is no run. IncompatibleFormatError: its index is of another revision.
+    """
+    return Store(open_run(Path(folder)))
+
+
+class Store:
+    """An open run; use as a context manager, or `close` it."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._session: WorkerSession | None = None
+
+    @property
+    def run(self) -> Run:
+        """The run behind it, for the layers below (`strawflow.flow`, `strawflow.index`)."""
+        return self._run
+
+    def enqueue(
+        self, prompts: str | Path | Iterable[Mapping[str, Any]], *, dataset: str = admit.PROMPTS
+    ) -> int:
+        """Append prompts as one immutable segment, all or nothing; rows the dataset holds already add nothing.
+
+        Returns how many rows were new.
+
+        Raises:
+            InvalidInputError: names file, line and field; nothing was enqueued. NotFoundError: no such file.
+        """
+        if isinstance(prompts, str | Path):
+            return self._enqueue(PromptSource.parse(str(prompts)), dataset)
+        with tempfile.TemporaryDirectory(prefix="strawflow-rows-") as folder:
+            path = Path(folder) / "rows.jsonl"
+            with path.open("w", encoding="utf-8") as file:
+                file.writelines(_line(row, number) for number, row in enumerate(prompts, start=1))
+            return self._enqueue(PromptSource(path), dataset, PromptKeys(*_ROW_KEYS))
+
+    def admit(self, count: int, *, dataset: str = admit.PROMPTS) -> int:
+        """Make the next `count` prompts of a dataset ready to be claimed, in epoch order; returns how many.
+
+        The order is a keyed permutation of each epoch (`run.seed`); the cursor moves in the transaction that makes the
+        groups, so none is admitted twice or left out.
+        """
+        return admit.admit_more(self._writer(), count=count, dataset_id=dataset)
+
+    def worker(self, name: str = "worker") -> Worker:
+        """Start a worker session: a producer that leases and completes prompt groups."""
+        return Worker(self._run, name)
+
+    def consumer(
+        self, name: str = "trainer", *, purposes: tuple[str, ...] = ("train",), wait_s: float = 0.0
+    ) -> Consumer:
+        """Become the named consumer, which is created when first asked for and then is offered all there is.
+
+        Raises:
+            LeaseLostError: another live process is it, for longer than `wait_s` seconds.
+        """
+        return Consumer(self._run, name, purposes=purposes, wait_s=wait_s)
+
+    def rescue(self) -> int:
+        """Take back what dead and expired workers held, and close the packs they left open; returns how many groups.
+
+        Our supervisor does this all the time; call it where none runs.
+        """
+        num_units = rescue.declare_dead_processes_lost(self._run) + rescue.rescue_expired(self._run)
+        rescue.recover_packs(self._writer())
+        return num_units
+
+    def close(self) -> None:
+        """End what this store itself wrote with and let go of the index; workers and consumers are closed on their own."""
+        if self._session is not None:
+            self._session.end()
+            self._session = None
+        self._run.close()
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open, (str(self._run.root),)
+
+    def _enqueue(self, source: PromptSource, dataset: str, keys: PromptKeys | None = None) -> int:
+        data = self._run.config.data
+        keys = keys or PromptKeys(data.input_key, data.label_key or None, data.metadata_key or None)
+        return enqueue(self._writer(), EnqueueRequest(dataset, "train", source, keys)).num_added
+
+    def _writer(self) -> WorkerSession:
+        """Return the session of this store's own writes, started by the first of them."""
+        self._run.index.require_own_process()
+        if self._session is None:
+            self._session = WorkerSession(self._run, "store")
+        self._session.mark_progress()
+        return self._session
+
+
+def _line(row: Mapping[str, Any], number: int) -> str:
+    unknown = row.keys() - set(_ROW_KEYS)
+    if unknown or "prompt" not in row:
+        what = f"has unknown fields {sorted(unknown)}" if unknown else "has no prompt"
+        raise InvalidInputError(f"row {number} {what}; rows have prompt and, if wanted, label and metadata")
+    return json.dumps({name: row.get(name) for name in _ROW_KEYS}, ensure_ascii=False) + "\n"

@@ -1,0 +1,145 @@
+"""Branches: a new line from an older checkpoint reads none of the abandoned future, and loses and repeats no prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from strawflow.errors import AlreadyExistsError, ConflictError, InvalidInputError, NotFoundError
+from strawflow.flow import admit, consume, history
+from strawflow.flow.branch import branches_of, create_branch, on_branch
+from strawflow.flow.check import check
+from strawflow.flow.run import open_run
+from strawflow.index import units
+from strawflow.testing.invariants import batch_digests, check_exactly_once
+from strawflow.testing.runs import SmallRun, small_run
+
+
+@pytest.fixture
+def small(tmp_path: Path, index_url: str) -> Iterator[SmallRun]:
+    settings = {"run.index_url": index_url} if index_url else {}
+    settings |= {"trainer.steps": "5"}
+    with small_run(tmp_path, settings=settings) as made:
+        yield made
+
+
+def stop(small: SmallRun) -> None:
+    for session in small.sessions.values():
+        session.end()
+    small.sessions.clear()
+    small.roles.clear()
+
+
+def branched(small: SmallRun, checkpoint: str = "1", **options: bool) -> SmallRun:
+    """Stop everybody, branch off, and return the run as its workers find it again."""
+    stop(small)
+    create_branch(small.run, checkpoint=checkpoint, name="second", **options)
+    return SmallRun(open_run(small.run.root))
+
+
+def prompts_of(small: SmallRun) -> list[tuple[int, int, int]]:
+    """(segment, epoch, position) of the branch's training units in order of admission."""
+    with small.run.index.read() as connection:
+        found = units.listed(connection, small.run.branch, limit=1000)
+    return [(u.segment_id, u.epoch, u.position) for u in found if u.purpose == "train"]
+
+
+def test_a_branch_reads_no_batch_checkpoint_or_weights_of_the_abandoned_future(small: SmallRun) -> None:
+    small.advance(3)
+    abandoned = batch_digests(history.batches(small.run))
+    with branched(small) as second:
+        assert second.run.branch == "second"
+        assert batch_digests(history.batches(second.run)) == {1: abandoned[1]}
+        assert [c.step for c in history.checkpoints(second.run)] == [1]
+        assert (second.serving() or "").startswith("v000001-main")
+        assert consume.batch_of_step(second.run, 2) is None
+        old = on_branch(second.run, "main")
+        assert batch_digests(history.batches(old)) == abandoned
+        assert [(b.branch_id, b.parent_id, position) for b, position, _ in branches_of(second.run)] == [
+            ("main", None, 3),
+            ("second", "main", 1),
+        ]
+        assert check(second.run).findings == []
+        assert check(old).findings == []
+
+
+def test_a_branch_trains_every_prompt_of_its_line_once_and_goes_on_to_the_end(small: SmallRun) -> None:
+    small.advance(3)
+    before = prompts_of(small)
+    with branched(small) as second:
+        trained_before = 4  # one step of four groups is the parent's
+        assert prompts_of(second) == before[trained_before : len(prompts_of(second)) + trained_before]
+        assert second.trainer().role == "consume:trainer"
+        assert second.resumption is not None
+        assert second.resumption.checkpoint is not None
+        assert second.resumption.checkpoint.branch_id == "main"
+        second.advance(4)
+        assert [b.step for b in history.batches(second.run)] == [1, 2, 3, 4, 5]
+        assert [b.branch_id for b in history.batches(second.run)] == ["main"] + ["second"] * 4
+        fates = check_exactly_once(second.run, finished=False)
+        assert len(fates) == 16
+        assert check(second.run).findings == []
+
+
+def test_a_branch_starts_pristine_unless_told_to_reuse_what_was_sampled(small: SmallRun) -> None:
+    small.advance(1)
+    small.sample()  # eight groups, of which the first four were admitted by the checkpoint of step 1
+    small.plan()
+    small.train(2)
+    with branched(small) as second, second.run.index.read() as connection:
+        assert units.count_by_state(connection, "second") == {("train", "ready"): 4}
+
+
+def test_a_branch_that_reuses_trajectories_offers_them_and_trains_each_once(small: SmallRun) -> None:
+    small.advance(1)
+    small.sample()
+    stop(small)
+    made = create_branch(small.run, checkpoint="1", name="second", reuse_trajectories=True)
+    assert (made.num_pristine, made.num_reused) == (0, 4)
+    with SmallRun(open_run(small.run.root)) as second:
+        second.trainer()
+        batch = second.plan()
+        assert batch is not None
+        second.train(2)
+        second.advance(1)
+        check_exactly_once(second.run, finished=False)
+        assert check(second.run).findings == []
+
+
+def test_the_old_branch_can_be_branched_from_again_and_a_branch_from_a_branch(small: SmallRun) -> None:
+    small.advance(3)
+    with branched(small) as second:
+        second.trainer()
+        second.advance(2)
+        stop(second)
+        create_branch(second.run, checkpoint="2", name="third")
+        with SmallRun(open_run(small.run.root)) as third:
+            assert [b.branch_id for b in history.batches(third.run)] == ["main", "second"]
+            third.trainer()
+            admit.admit_due(third.session("train"))
+            third.advance(1)
+            assert [b.branch_id for b in history.batches(third.run)] == ["main", "second", "third"]
+            check_exactly_once(third.run, finished=False)
+            assert check(third.run).findings == []
+
+
+def test_a_branch_is_refused_with_what_to_do(small: SmallRun) -> None:
+    small.advance(2)
+    with pytest.raises(ConflictError, match="workers are at work"):
+        create_branch(small.run, checkpoint="1", name="second")
+    stop(small)
+    with pytest.raises(NotFoundError, match="no checkpoint of step 9"):
+        create_branch(small.run, checkpoint="9", name="second")
+    with pytest.raises(NotFoundError, match="no checkpoint 'c9'"):
+        create_branch(small.run, checkpoint="c9", name="second")
+    with pytest.raises(InvalidInputError, match="branch name"):
+        create_branch(small.run, checkpoint="1", name="../up")
+    with pytest.raises(AlreadyExistsError, match="'main'"):
+        create_branch(small.run, checkpoint="1", name="main")
+    with pytest.raises(NotFoundError, match="no branch"):
+        on_branch(small.run, "nowhere")
+    assert open_run(small.run.root).branch == "main"
+    assert replace(small.run, branch="main") == small.run

@@ -1,0 +1,335 @@
+"""What the package root offers, used as its users would: examples as programs, threads, asyncio, forks, spawned processes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+import strawflow
+from strawflow.errors import InvalidInputError
+from strawflow.flow.check import check
+from strawflow.states import UnitState
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+PROMPTS = [{"prompt": f"prompt {n}", "label": str(n)} for n in range(24)]
+
+
+def make(folder: Path, *, index_url: str = "") -> strawflow.Store:
+    settings = {"rollout.samples_per_prompt": "2", "run.durability": "process", "run.index_url": index_url}
+    return strawflow.create(folder, prompts=PROMPTS, settings=settings)
+
+
+@pytest.fixture
+def store(tmp_path: Path, index_url: str) -> Iterator[strawflow.Store]:
+    with make(tmp_path / "run", index_url=index_url) as made:
+        yield made
+        report = check(made.run)
+        assert report.findings == [], report.findings
+
+
+def answers(grant: strawflow.Grant) -> list[strawflow.Member]:
+    tokens = np.arange(5, dtype=np.int32) + grant.unit_id
+    return [
+        strawflow.Member(n, "finished", tokens, np.full(5, -0.5, np.float32), "", "stop", float(n))
+        for n in range(grant.profile.num_samples)
+    ]
+
+
+def example(name: str, *arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(EXAMPLES / name), *map(str, arguments)],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+# ---- the root
+
+
+def test_the_root_offers_at_most_fifteen_names_and_each_is_documented() -> None:
+    assert len(strawflow.__all__) <= 15
+    for name in strawflow.__all__:
+        if name != "__version__":
+            assert (getattr(strawflow, name).__doc__ or "").strip(), name
+    with pytest.raises(AttributeError, match="nothing"):
+        strawflow.nothing  # noqa: B018
+
+
+def test_importing_the_root_loads_nothing_heavy() -> None:
+    code = "import sys, strawflow; print(sorted({m.split('.')[0] for m in sys.modules} & {'pyarrow', 'sqlalchemy', 'numpy'}))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.strip() == "[]"
+
+
+# ---- the examples, as programs
+
+
+def test_the_examples_are_twenty_lines_of_work_each() -> None:
+    for path in EXAMPLES.glob("*.py"):
+        code = path.read_text().split('"""')[2]
+        lines = [
+            line for line in code.splitlines() if line.strip() and not line.startswith(("import", "from"))
+        ]
+        assert len(lines) <= 25, path.name
+
+
+def test_the_examples_go_through_a_run_and_two_consumers_do_not_disturb_each_other(
+    store: strawflow.Store, tmp_path: Path
+) -> None:
+    store.admit(12)
+    folder = store.run.root
+    assert "completed" in example("producer.py", folder).stdout
+    exported = example("export.py", folder, tmp_path / "out")
+    assert exported.stdout == "exported up to step 1\n", exported.stderr
+    trained = example("consumer.py", folder)
+    assert json.loads(trained.stdout.splitlines()[-1]) == {"step": 3, "reward": 12.0}, trained.stderr
+    rows = pq.read_table(tmp_path / "out")
+    assert sorted(set(rows["unit_id"].to_pylist())) == list(range(1, 13))
+    store.admit(4)
+    example("producer.py", folder)
+    assert example("export.py", folder, tmp_path / "out").stdout == "exported up to step 2\n"
+    assert pq.read_table(tmp_path / "out").num_rows == 32
+
+
+@pytest.mark.parametrize(
+    "fault", ["checkpoint.after_files:2", "checkpoint.after_commit:2", "assemble.before_plan:3"]
+)
+def test_a_killed_consumer_goes_on_with_the_same_batches(
+    tmp_path: Path, store: strawflow.Store, fault: str
+) -> None:
+    store.admit(12)
+    example("producer.py", store.run.root)
+    killed = example("consumer.py", store.run.root, STRAWFLOW_FAULT=fault)
+    assert killed.returncode == -signal.SIGKILL
+    before = dict(line.split(" digest ") for line in killed.stdout.splitlines() if " digest " in line)
+    again = example("consumer.py", store.run.root)
+    after = dict(line.split(" digest ") for line in again.stdout.splitlines() if " digest " in line)
+    assert before.items() & after.items() == before.items() & after.items()
+    assert all(after.get(step, digest) == digest for step, digest in before.items())
+    assert json.loads(again.stdout.splitlines()[-1]) == {"step": 3, "reward": 12.0}, again.stderr
+
+
+@pytest.mark.parametrize("fault", ["commit.before:1", "commit.after:2", "pack.after_append:1"])
+def test_a_killed_producer_loses_and_repeats_no_prompt(store: strawflow.Store, fault: str) -> None:
+    store.admit(20)
+    killed = example("producer.py", store.run.root, STRAWFLOW_FAULT=fault)
+    assert killed.returncode == -signal.SIGKILL
+    assert example("producer.py", store.run.root).returncode == 0
+    with store.consumer("trainer") as trainer:
+        batch = trainer.next_batch(100, at_least=20)
+        assert batch is not None
+        assert sorted(set(batch.rows["unit_id"].to_pylist())) == list(range(1, 21))
+        assert batch.rows.num_rows == 40
+
+
+# ---- worker and consumer
+
+
+def test_completing_and_claiming_the_next_are_one_call(store: strawflow.Store) -> None:
+    store.admit(10)
+    with store.worker() as worker:
+        grants, seen = worker.claim(4), []
+        while grants:
+            seen += [g.unit_id for g in grants]
+            grants = worker.complete([g.result(answers(g)) for g in grants], claim=4).grants
+    assert seen == list(range(1, 11))
+
+
+def test_parked_groups_come_back_first_with_their_progress(store: strawflow.Store) -> None:
+    store.admit(6)
+    with store.worker() as worker:
+        grants = worker.claim(2)
+        first = answers(grants[0])[0]
+        partial = strawflow.Member(
+            1, "partial", [7, 8], [-0.1, -0.2], "", "abort", None, environment=b"board"
+        )
+        assert worker.park([grants[0].result([first, partial])]).accepted == (1,)
+    with store.worker("another") as other:
+        (back,) = other.claim(1)
+        assert (back.unit_id, back.fence, back.unit.attempts, back.unit.parks) == (1, 2, 1, 1)
+        assert back.continuation is not None
+        rows = back.continuation.to_pylist()
+        assert [(r["status"], r["response_tokens"]) for r in rows] == [
+            ("finished", [1, 2, 3, 4, 5]),
+            ("partial", [7, 8]),
+        ]
+        assert rows[1]["environment"] == b"board"
+        assert other.complete([back.result(answers(back))]).accepted == (1,)
+
+
+def test_an_attempt_that_failed_is_offered_again_only_after_its_delay(store: strawflow.Store) -> None:
+    store.admit(1)
+    with store.worker() as worker:
+        (grant,) = worker.claim(1)
+        assert worker.fail(grant, "engine overloaded", retry_after_s=0.3) is UnitState.READY
+        assert worker.claim(1) == []
+        (again,) = worker.claim(1, wait_s=20)
+        assert (again.unit_id, again.unit.last_error) == (1, "engine overloaded")
+
+
+def test_a_repeated_submission_gets_the_same_answer_and_other_content_is_a_conflict(
+    store: strawflow.Store,
+) -> None:
+    store.admit(3)
+    with store.worker() as worker:
+        grants = worker.claim(1)
+        results = [g.result(answers(g)) for g in grants]
+        first = worker.complete(results, claim=1, submission_id="one")
+        again = worker.complete(results, claim=1, submission_id="one")
+        assert (again.accepted, again.lost) == (first.accepted, first.lost) == ((1,), ())
+        assert [g.unit_id for g in again.grants] == [g.unit_id for g in first.grants] == [2]
+        other = [g.result([m.__class__(**{**m.__dict__, "reward": 9.0}) for m in answers(g)]) for g in grants]
+        with pytest.raises(strawflow.ConflictError, match="other content"):
+            worker.complete(other, claim=1, submission_id="one")
+
+
+def test_one_process_at_a_time_is_a_consumer_and_batches_come_in_order(store: strawflow.Store) -> None:
+    store.admit(8)
+    with store.worker() as worker:
+        worker.complete([g.result(answers(g)) for g in worker.claim(8)])
+    with store.consumer("trainer") as trainer:
+        with pytest.raises(strawflow.LeaseLostError, match="another process is consumer"):
+            store.consumer("trainer")
+        digests = []
+        while (batch := trainer.next_batch(4)) is not None:
+            digests.append((batch.step, batch.digest))
+        trainer.advance(1)
+        with pytest.raises(strawflow.ConflictError, match="was not handed out"):
+            trainer.advance(3)
+    with store.consumer("trainer") as trainer:
+        assert trainer.position == 1
+        again = trainer.next_batch(4)
+        assert again is not None
+        assert (again.step, again.digest) == digests[1]
+        trainer.advance()
+        trainer.advance(2)
+        assert trainer.position == 2
+
+
+def test_weights_published_by_a_consumer_date_what_is_sampled_from_them(
+    store: strawflow.Store, tmp_path: Path
+) -> None:
+    from safetensors.numpy import save_file
+
+    save_file({"w": np.ones(3, np.float32)}, tmp_path / "w.safetensors")
+    store.admit(1)
+    with store.consumer("trainer") as trainer, store.worker() as worker:
+        version = trainer.publish_weights(3, tmp_path / "w.safetensors")
+        (grant,) = worker.claim(1)
+        member = strawflow.Member(0, "finished", [1], [-0.1], version, "stop", 1.0)
+        with pytest.raises(InvalidInputError, match="unknown weights 'v9'"):
+            worker.complete([grant.result([strawflow.Member(0, "finished", [1], [-0.1], "v9", "stop", 1.0)])])
+        worker.complete([grant.result([member])])
+        batch = trainer.next_batch(1)
+        assert batch is not None
+        assert batch.rows["weight_versions"].to_pylist() == [[version]]
+
+
+def test_rows_that_are_no_prompts_are_refused_by_number(store: strawflow.Store) -> None:
+    with pytest.raises(InvalidInputError, match="row 2 has unknown fields"):
+        store.enqueue([{"prompt": "a"}, {"prompt": "b", "reply": "c"}])
+    with pytest.raises(InvalidInputError, match="row 1 has no prompt"):
+        store.enqueue([{"label": "c"}])
+    assert store.enqueue(PROMPTS) == 0
+    assert store.enqueue([{"prompt": "new"}]) == 1
+
+
+# ---- threads, asyncio, processes
+
+
+def test_many_threads_share_windows_and_each_group_is_completed_once(store: strawflow.Store) -> None:
+    store.admit(24)
+    seen: list[int] = []
+    lock = threading.Lock()
+
+    with store.worker() as worker:
+
+        def work(_: int) -> None:
+            grants = worker.claim(1)
+            while grants:
+                with lock:
+                    seen.extend(g.unit_id for g in grants)
+                grants = worker.complete([g.result(answers(g)) for g in grants], claim=1).grants
+
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(work, range(8)))
+        exchange = worker._session.exchange
+        assert exchange.num_windows < exchange.num_submissions
+    assert sorted(seen) == list(range(1, 25))
+
+
+def test_an_event_loop_works_through_threads(store: strawflow.Store) -> None:
+    store.admit(24)
+
+    async def work(worker: strawflow.Worker) -> int:
+        done = 0
+        while grants := await asyncio.to_thread(worker.claim, 2):
+            settled = await asyncio.to_thread(worker.complete, [g.result(answers(g)) for g in grants])
+            done += len(settled.accepted)
+        return done
+
+    async def all_of_them() -> int:
+        with store.worker() as worker:
+            return sum(await asyncio.gather(*(work(worker) for _ in range(6))))
+
+    assert asyncio.run(all_of_them()) == 24
+
+
+def test_a_store_inherited_over_a_fork_is_refused_and_the_parent_goes_on(store: strawflow.Store) -> None:
+    store.admit(4)
+    with store.worker() as worker:
+        grants = worker.claim(2)
+        reader, writer = os.pipe()
+        pid = os.fork()
+        if pid == 0:  # the child tells what it met and is gone, without pytest's own farewell
+            told = []
+            for call in (
+                lambda: worker.claim(1),
+                lambda: worker.complete([grants[0].result(answers(grants[0]))]),
+                lambda: store.admit(1),
+            ):
+                try:
+                    call()
+                    told.append("did it")
+                except strawflow.StorageError as error:
+                    told.append(type(error).__name__ + str("process" in error.message))
+                except BaseException as error:
+                    told.append(repr(error))
+            os.write(writer, json.dumps(told).encode())
+            os._exit(0)
+        os.close(writer)
+        with os.fdopen(reader) as told_by_child:
+            assert json.loads(told_by_child.read()) == ["StorageErrorTrue"] * 3
+        os.waitpid(pid, 0)
+        assert worker.complete([g.result(answers(g)) for g in grants]).accepted == (1, 2)
+
+
+def in_child(store: strawflow.Store, number: int) -> int:
+    """Complete what can be claimed; run in a spawned process that was given the store itself."""
+    done = 0
+    with store, store.worker(f"child{number}") as worker:
+        while grants := worker.claim(2):
+            done += len(worker.complete([g.result(answers(g)) for g in grants]).accepted)
+    return done
+
+
+def test_a_store_can_be_given_to_a_spawned_process(store: strawflow.Store) -> None:
+    store.admit(12)
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        assert sum(pool.starmap(in_child, [(store, 0), (store, 1)])) == 12
