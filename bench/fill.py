@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import psycopg
 
@@ -70,9 +70,10 @@ class Database(Protocol):
     series: str
     random_hex: str
 
-    def run(self, statement: str) -> list[tuple[int, ...]]: ...
+    def run(self, statement: str) -> list[tuple[Any, ...]]: ...
     def commit(self) -> None: ...
     def columns(self, table: str) -> list[str]: ...
+    def begin(self) -> None: ...
     def settle(self) -> None: ...
 
 
@@ -85,7 +86,7 @@ class Sqlite:
         for pragma in ("synchronous=OFF", "foreign_keys=OFF", "cache_size=-1000000"):
             self._connection.execute(f"PRAGMA {pragma}")
 
-    def run(self, statement: str) -> list[tuple[int, ...]]:
+    def run(self, statement: str) -> list[tuple[Any, ...]]:
         return self._connection.execute(statement).fetchall()
 
     def commit(self) -> None:
@@ -94,6 +95,8 @@ class Sqlite:
 
     def columns(self, table: str) -> list[str]:
         return [row[1] for row in self._connection.execute(f"PRAGMA table_info({table})")]
+
+    def begin(self) -> None: ...
 
     def settle(self) -> None:
         self._connection.commit()
@@ -111,9 +114,11 @@ class Postgres:
         self._connection = psycopg.connect(conninfo)
         self.run("SET session_replication_role = replica")  # no foreign keys, no triggers
         self.run("SET synchronous_commit = off")
+        self.run("SET maintenance_work_mem = '512MB'")
+        self._set_aside: list[str] = []
         self.commit()
 
-    def run(self, statement: str) -> list[tuple[int, ...]]:
+    def run(self, statement: str) -> list[tuple[Any, ...]]:
         cursor = self._connection.execute(statement.encode())
         return cursor.fetchall() if cursor.description else []
 
@@ -125,7 +130,26 @@ class Postgres:
         assert cursor.description is not None
         return [column.name for column in cursor.description]
 
+    def begin(self) -> None:
+        """Take the secondary indexes away: building them anew is quicker than keeping them up."""
+        named = ", ".join(f"'{table}'::regclass" for table in COPIED)
+        for table, name, definition in self.run(
+            "SELECT conrelid::regclass::text, conname, pg_get_constraintdef(oid) FROM pg_constraint"
+            f" WHERE contype = 'u' AND conrelid IN ({named})"
+        ):
+            self._set_aside.append(f'ALTER TABLE {table} ADD CONSTRAINT "{name}" {definition}')
+            self.run(f'ALTER TABLE {table} DROP CONSTRAINT "{name}"')
+        for name, definition in self.run(
+            "SELECT indexrelid::regclass::text, pg_get_indexdef(indexrelid) FROM pg_index"
+            f" WHERE NOT indisprimary AND indrelid IN ({named})"
+        ):
+            self._set_aside.append(definition)
+            self.run(f"DROP INDEX {name}")
+        self.commit()
+
     def settle(self) -> None:
+        for statement in self._set_aside:
+            self.run(statement)
         for table, column in _identities(self._connection):
             self.run(
                 f"SELECT setval(pg_get_serial_sequence('{table}', '{column}'),"
@@ -155,6 +179,7 @@ def fill(database: Database, *, num_finished: int, num_ready: int) -> Filled:
         database.run(f"CREATE TEMPORARY TABLE first_{table} AS SELECT * FROM {table} WHERE {condition}")
     (per_copy,) = database.run("SELECT count(*) FROM first_units")[0]
     shifts = _shifts(database)
+    database.begin()
     copies = num_finished // per_copy - 1
     at_once = max(1, CHUNK // per_copy)
     for table in COPIED:

@@ -62,9 +62,10 @@ def flat(bench: Bench) -> Iterator[Row]:
 
 
 def _flat(bench: Bench, dialect: str, size: int, server: Server | None) -> Iterator[Row]:
+    # Both are filled before either is opened: a worker that waited for minutes would count as hung.
+    places = [filled(bench, SMALL_INDEX, server), filled(bench, size, server)]
     with ExitStack() as stack:
-        small = stack.enter_context(Probe(filled(bench, SMALL_INDEX, server), server))
-        large = stack.enter_context(Probe(filled(bench, size, server), server))
+        small, large = [stack.enter_context(Probe(place, server)) for place in places]
         for number in range(-1, bench.rounds):  # the round before the first is not counted
             for probe in (small, large) if number % 2 == 0 else (large, small):
                 probe.round(bench.pick(120, 400), is_counted=number >= 0)

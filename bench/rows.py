@@ -159,7 +159,7 @@ def main(description: str, sections: Mapping[str, Section]) -> int:
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="smaller amounts, two minutes at most")
+    parser.add_argument("--quick", action="store_true", help="smaller amounts, meant for two minutes")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON on standard output")
     parser.add_argument("--folder", type=Path, help="where to work; default: the folder for temporary files")
     parser.add_argument("--only", action="append", choices=list(sections), help="a section; may be repeated")

@@ -3,7 +3,8 @@
 1. Its controller and storage are Ray actors; `TransferQueueProcess` keeps Ray, torch and their threads out of the measuring
    process. A figure is taken inside that process, around the calls alone.
 2. It is used through the client that its own `kv_*` calls wrap, with the two storage units of its own configuration
-   (measured: one unit is slower to read, four are slower to write; thread counts made no difference).
+   (in a
+   few runs one unit read slower and four wrote slower; other thread counts showed no gain, on a busy machine).
 3. `get` is what a trainer does: ask the controller for a batch that is ready, then fetch its columns.
 """
 

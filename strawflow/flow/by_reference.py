@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from strawflow.errors import ConflictError
+from strawflow.errors import ConflictError, NotFoundError
 from strawflow.flow import assemble, journal
 from strawflow.flow.assemble import BatchPlan
 from strawflow.flow.journal import Entry, EntryKind
@@ -71,8 +71,13 @@ def rows_of(run: Run, reader: PackReader, batch: Batch) -> pa.Table:
 
     Raises:
         CorruptPackError: stored bytes do not match their checksum.
+        NotFoundError: retention gave the batch up.
     """
     with run.index.read() as connection:
+        if batches.is_retired(connection, batch.batch_id):
+            raise NotFoundError(
+                f"the trajectories of step {batch.step} were given up by retention (storage.keep_steps); only its plan is left"
+            )
         planned = packs.find_extents(connection, [batch.plan_extent_id])[batch.plan_extent_id]
         order = {
             unit_id: place

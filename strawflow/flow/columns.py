@@ -34,24 +34,31 @@ def constant(value: Any, dtype: pa.DataType, count: int) -> pa.Array:
     return _many(value, dtype).slice(0, count)
 
 
+@lru_cache(maxsize=64)
+def _numpy_type(dtype: pa.DataType) -> np.dtype[Any]:
+    found: np.dtype[Any] = np.dtype(dtype.to_pandas_dtype())
+    return found
+
+
+def same(values: Sequence[Any], dtype: pa.DataType) -> pa.Array:
+    """Return one value per row (hashable; a tuple for a list); cheap where every row has the same one."""
+    first = values[0]
+    if len(values) == 1 or all(value == first for value in values):
+        return constant(first, dtype, len(values))
+    return pa.array(values, dtype)
+
+
 def numbers(values: Sequence[Any], dtype: pa.DataType) -> pa.Array:
     """Return one number per row, none of them null."""
-    held = np.array(values, dtype.to_pandas_dtype())
+    held = np.array(values, _numpy_type(dtype))
     return pa.Array.from_buffers(dtype, len(held), [None, pa.py_buffer(held)])
-
-
-def texts(values: Sequence[str], dtype: pa.DataType) -> pa.Array:
-    """Return one text per row, none of them null; `dtype` is string or large_string."""
-    encoded = [value.encode() for value in values]
-    offsets = _offsets([len(e) for e in encoded], is_large=dtype == pa.large_string())
-    return pa.Array.from_buffers(dtype, len(encoded), [None, offsets, pa.py_buffer(b"".join(encoded))])
 
 
 def maybe(values: Sequence[Any], dtype: pa.DataType) -> pa.Array:
     """Return one value per row, where None is null."""
     if all(value is None for value in values):
         return constant(None, dtype, len(values))
-    if pa.types.is_floating(dtype) and None not in values:
+    if isinstance(values[0], float) and None not in values:
         return numbers(values, dtype)
     return pa.array(values, dtype)
 
@@ -62,7 +69,7 @@ def lists(values: Sequence[np.ndarray[Any, Any]], dtype: pa.DataType) -> pa.Arra
     Raises:
         InvalidInputError: together they pass what a list column's 32-bit offsets can tell.
     """
-    offsets = _offsets([len(v) for v in values], is_large=False)
+    offsets = _offsets([len(v) for v in values])
     flat = values[0] if len(values) == 1 else np.concatenate(values)
     child = pa.Array.from_buffers(
         dtype.value_type, len(flat), [None, pa.py_buffer(np.ascontiguousarray(flat))]
@@ -70,17 +77,10 @@ def lists(values: Sequence[np.ndarray[Any, Any]], dtype: pa.DataType) -> pa.Arra
     return pa.Array.from_buffers(dtype, len(values), [None, offsets], children=[child])
 
 
-def lists_of_texts(values: Sequence[Sequence[str]], dtype: pa.DataType) -> pa.Array:
-    """Return one list of texts per row."""
-    child = texts([text for value in values for text in value], dtype.value_type)
-    offsets = _offsets([len(v) for v in values], is_large=False)
-    return pa.Array.from_buffers(dtype, len(values), [None, offsets], children=[child])
-
-
-def _offsets(lengths: Sequence[int], *, is_large: bool) -> pa.Buffer:
+def _offsets(lengths: Sequence[int]) -> pa.Buffer:
     ends = list(accumulate(lengths, initial=0))
-    if not is_large and ends[-1] > MAX_OFFSET:
+    if ends[-1] > MAX_OFFSET:
         raise InvalidInputError(
             f"{ends[-1]} values in one column of a record batch pass the 2^31 it can hold; hand in fewer at once"
         )
-    return pa.py_buffer(np.array(ends, np.int64 if is_large else np.int32))
+    return pa.py_buffer(np.array(ends, np.int32))

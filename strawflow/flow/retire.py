@@ -50,11 +50,8 @@ def retire_batches(session: WorkerSession, consumer: Consumer, last_step: int) -
         session.mark_progress()
         with run.index.begin() as connection:
             sessions.require_live(connection, session.session_id)
-            given_up = [
-                step
-                for batch_id, step in found[at : at + _BATCHES_AT_ONCE]
-                if retention.retire_batch(connection, batch_id)
-            ]
+            part = dict(found[at : at + _BATCHES_AT_ONCE])
+            given_up = [part[b] for b in sorted(retention.retire_batches(connection, list(part)))]
             events.record(
                 connection,
                 "batches.retired",
@@ -72,7 +69,7 @@ def num_leaving(connection: Connection, limits: Limits) -> int:
     after: int | None = 0
     total = 0
     while after is not None:
-        found, after = retention.leaving_units(connection, ahead, after=after, limit=_CHUNK)
+        found, after = retention.leaving_units(connection, ahead, after=after, num_looked_at=_CHUNK)
         total += len(found)
     return total
 
@@ -84,7 +81,7 @@ def retire_units(session: WorkerSession, limits: Limits) -> list[Item]:
     while after is not None:
         session.mark_progress()
         with run.index.read() as connection:
-            found, following = retention.leaving_units(connection, limits, after=after, limit=_CHUNK)
+            found, following = retention.leaving_units(connection, limits, after=after, num_looked_at=_CHUNK)
         if found and _move_units(session, limits, found):
             num_units += len(found)
         after = following

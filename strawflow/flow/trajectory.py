@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from strawflow.config import SamplingProfile
 from strawflow.errors import InvalidInputError
-from strawflow.flow.columns import constant, lists, lists_of_texts, maybe, numbers, texts
+from strawflow.flow.columns import constant, lists, maybe, numbers, same
 from strawflow.records import schema_of
 
 NOT_SAMPLED = -1
@@ -143,18 +143,18 @@ def to_record_batch(results: Sequence[UnitResult], *, kind: str = "trajectory") 
         "member": lambda t: numbers([m.member for _, m in rows], t),
         "segment": lambda t: constant(0, t, len(rows)),
         "purpose": lambda t: of_units.shared(lambda r: r.profile.purpose, t),
-        "status": lambda t: texts([m.status for _, m in rows], t),
+        "status": lambda t: same([m.status for _, m in rows], t),
         "failure": lambda t: maybe([m.failure for _, m in rows], t),
         "prompt_tokens": lambda t: lists([np.asarray(r.prompt_tokens, np.int32) for r, _ in rows], t),
         "response_tokens": lambda t: lists([m.token_array for _, m in rows], t),
         "loss_mask": lambda t: lists([_ones(len(m.response_tokens)) for _, m in rows], t),
         "logprobs": lambda t: lists([m.logprob_array for _, m in rows], t),
         "token_versions": lambda t: lists([_places(m) for _, m in rows], t),
-        "weight_versions": lambda t: lists_of_texts([m.versions for _, m in rows], t),
+        "weight_versions": lambda t: same([m.versions for _, m in rows], t),
         "reward": lambda t: maybe([m.reward for _, m in rows], t),
         "score": lambda t: maybe([m.score for _, m in rows], t),
         "response_text": lambda t: maybe([m.response_text for _, m in rows], t),
-        "finish_reason": lambda t: texts([m.finish_reason for _, m in rows], t),
+        "finish_reason": lambda t: same([m.finish_reason for _, m in rows], t),
         "temperature": lambda t: of_units.shared(lambda r: r.profile.temperature, t),
         "top_p": lambda t: of_units.shared(lambda r: r.profile.top_p, t),
         "top_k": lambda t: constant(-1, t, len(rows)),

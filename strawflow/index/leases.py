@@ -86,11 +86,11 @@ _RIPEN = Prepared(
     "ORDER BY not_before LIMIT 1000 {skip_locked})"
 )
 
-_ELIGIBLE = (
+_OFFERED = (
     "branch_id = :branch_id AND state = 'ready' AND not_before IS NULL "
-    "AND (required_version_id IS NULL OR required_version_id = :serving_version_id) "
     "AND (:purposes = '' OR :purposes LIKE '%,' || purpose || ',%')"
 )
+_ELIGIBLE = f"{_OFFERED} AND (required_version_id IS NULL OR required_version_id = :serving_version_id)"
 
 _ORDER = "claim_class, precedence, scheduling_key, unit_id"
 
@@ -120,9 +120,8 @@ _CLAIM_SUSPECT = Prepared(
     )
 )
 _ANY_SUSPECT = Prepared(f"SELECT 1 FROM units WHERE {_ELIGIBLE} LIMIT 1")
-_ANY_READY = Prepared(
-    f"SELECT 1 FROM units WHERE {_ELIGIBLE.replace('AND (required_version_id IS NULL OR required_version_id = :serving_version_id) ', '')} LIMIT 1"
-)
+# Ordered, so that the planner keeps to the index of ready units and never reads the finished ones.
+_ANY_READY = Prepared(f"SELECT 1 FROM units WHERE {_OFFERED} ORDER BY {_ORDER} LIMIT 1")
 _ANY_RIPE = Prepared(
     "SELECT 1 FROM units WHERE branch_id = :branch_id AND not_before IS NOT NULL AND not_before <= {now} LIMIT 1"
 )

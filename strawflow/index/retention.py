@@ -107,18 +107,20 @@ def batches_up_to(connection: Connection, consumer: Consumer, step: int) -> list
     return [(r.batch_id, r.step) for r in rows]
 
 
-def retire_batch(connection: Connection, batch_id: int) -> bool:
-    """Give a trained batch's packed rows up; plan, counts and digest stay. False if it is pinned or retired already."""
+def retire_batches(connection: Connection, batch_ids: Sequence[int]) -> set[int]:
+    """Give trained batches' packed rows up; plan, counts and digest stay. Returns those that were neither pinned nor retired."""
     b = t.batches
-    connection.execute(lock_rows(sa.select(b.c.step).where(b.c.batch_id == batch_id), connection)).all()
-    done = connection.execute(
+    wanted = sa.select(b.c.step).where(b.c.batch_id.in_(batch_ids)).order_by(b.c.batch_id)
+    connection.execute(lock_rows(wanted, connection)).all()
+    rows = connection.execute(
         sa.update(b)
-        .where(b.c.batch_id == batch_id, b.c.state == BatchState.TRAINED, ~is_pinned(PinKind.BATCH))
+        .where(b.c.batch_id.in_(batch_ids), b.c.state == BatchState.TRAINED, ~is_pinned(PinKind.BATCH))
         .values(state=BatchState.RETIRED)
+        .returning(b.c.batch_id)
     )
-    if done.rowcount:
-        connection.execute(sa.delete(t.batch_extents).where(t.batch_extents.c.batch_id == batch_id))
-    return bool(done.rowcount)
+    given_up = {row.batch_id for row in rows}
+    connection.execute(sa.delete(t.batch_extents).where(t.batch_extents.c.batch_id.in_(sorted(given_up))))
+    return given_up
 
 
 # ---- units
@@ -198,25 +200,35 @@ def _may_leave(limits: Limits) -> list[sa.ColumnElement[bool]]:
 
 
 def leaving_units(
-    connection: Connection, limits: Limits, *, after: int = 0, limit: int = 2000
+    connection: Connection, limits: Limits, *, after: int = 0, num_looked_at: int = 2000
 ) -> tuple[list[LeavingUnit], int | None]:
-    """Return units beyond the id `after` that may leave, in their order, and the id to go on after (None: no more)."""
-    rows = _select(connection, limits, _U.unit_id > after, limit=limit)
-    found = _with_fates(connection, rows)
-    kept = [unit for unit in found if not limits.takes_over(unit.unit.unit_id, unit.fates)]
-    return kept, (found[-1].unit.unit_id if len(found) == limit else None)
-
-
-def _select(
-    connection: Connection, limits: Limits, *where: sa.ColumnElement[bool], limit: int | None = None
-) -> list[sa.Row[Any]]:
-    statement = (
-        sa.select(*COLUMNS, t.segments.c.dataset_id)
-        .join(t.segments, t.segments.c.segment_id == _U.segment_id)
-        .where(*_may_leave(limits), *where)
+    """Look at the next units of a branch beyond the id `after`; returns those that may leave, in their order, and the id to
+    go on after (None: there are no more)."""
+    looked_at = (
+        sa.select(_U.unit_id)
+        .where(_U.branch_id == limits.branch_id, _U.unit_id > after)
         .order_by(_U.unit_id)
+        .limit(num_looked_at)
+        .subquery()
     )
-    return list(connection.execute(statement if limit is None else statement.limit(limit)))
+    count, last = connection.execute(sa.select(sa.func.count(), sa.func.max(looked_at.c.unit_id))).one()
+    if not count:
+        return [], None
+    # A range is what either planner sees to be small, however many units there are.
+    found = _with_fates(connection, _select(connection, limits, after + 1, last))
+    kept = [unit for unit in found if not limits.takes_over(unit.unit.unit_id, unit.fates)]
+    return kept, (last if count == num_looked_at else None)
+
+
+def _select(connection: Connection, limits: Limits, first_id: int, last_id: int) -> list[sa.Row[Any]]:
+    return list(
+        connection.execute(
+            sa.select(*COLUMNS, t.segments.c.dataset_id)
+            .join(t.segments, t.segments.c.segment_id == _U.segment_id)
+            .where(*_may_leave(limits), _U.unit_id.between(first_id, last_id))
+            .order_by(_U.unit_id)
+        )
+    )
 
 
 _FATES_OF = Prepared(
@@ -249,7 +261,7 @@ def remove_units(connection: Connection, limits: Limits, leaving: Sequence[Leavi
     ids = [unit.unit.unit_id for unit in leaving]
     _HOLD_UNITS.rows(connection, rows=rows_value(ids))
     # Ids may have gaps, so a range bounds the question and equality answers it.
-    found = _with_fates(connection, _select(connection, limits, _U.unit_id.between(ids[0], ids[-1])))
+    found = _with_fates(connection, _select(connection, limits, ids[0], ids[-1]))
     wanted = set(ids)
     now = [unit.identity() for unit in found if unit.unit.unit_id in wanted]
     if now != [unit.identity() for unit in leaving]:

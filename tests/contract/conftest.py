@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -20,3 +21,25 @@ def opposite_url(index_url: str, postgres_server: PostgresServer) -> str:
 def instants() -> Iterator[Instants]:
     with Instants() as started:
         yield started
+
+
+UPKEEP = frozenset(
+    f"test_{name}.py"
+    for name in ("backup", "compaction", "journal", "quarantine", "rebuild", "restore", "retention", "sweep")
+)
+"""What runs once in a while, on whole runs: its tests take seconds each."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep the gate within its time: of the upkeep's tests on PostgreSQL every fourth stays, the others are long.
+
+    All of them run on SQLite in the gate, and `make test-long` runs every one on both.
+    """
+    seen: Counter[str] = Counter()
+    for item in items:
+        callspec = getattr(item, "callspec", None)
+        if item.path.name in UPKEEP and callspec is not None and "postgresql" in callspec.id:
+            if seen[item.path.name] % 4:
+                item.add_marker(pytest.mark.long)
+            seen[item.path.name] += 1

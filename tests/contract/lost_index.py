@@ -6,12 +6,16 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pytest
 import sqlalchemy as sa
 
 from strawflow.flow.run import INDEX_FILE, Run
 from strawflow.index.engine import Index
 from strawflow.testing.runs import SmallRun
 from tests.contract.backed_up import Rows, rows_in
+
+on_sqlite = pytest.mark.parametrize("index_url", ["sqlite"], indirect=True)
+"""For tests of what is believed and done, which is the same on both databases; what they store is tested on both."""
 
 
 def die(small: SmallRun) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
+from strawflow import faults
 from strawflow.errors import ConflictError, InvalidInputError
 from strawflow.flow import assemble, consume, history, pins, rescue
 from strawflow.flow import compact as compacting
@@ -262,6 +263,29 @@ def test_a_trainer_in_the_middle_of_a_batch_and_a_worker_at_its_prompts_go_on(
 
 
 # ---- races and kills
+
+
+def test_a_pin_made_while_the_copies_are_written_keeps_the_pack_as_it_is(
+    small: SmallRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = half_dead(small)
+    sweep(small.run)
+    before = extents_of(small.run, "trajectory")
+    real = faults.at
+
+    def pin_in_between(point: str) -> None:
+        real(point)
+        if point == "compact.before_commit" and not pins.listed(small.run):
+            pins.pin(small.run, PinKind.PACK, path, reason="polars begins to read it")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(faults, "at", pin_in_between)
+        assert compact(small.run) == []
+    assert extents_of(small.run, "trajectory") == before
+    sweep(small.run)
+    assert pack_files(small.run, "trajectory") == {path}
+    pins.unpin(small.run, pins.listed(small.run)[0].pin_id)
+    assert [i.subject for i in compact(small.run)] == [path]
 
 
 def test_two_compactions_at_once_lose_and_double_nothing(small: SmallRun) -> None:

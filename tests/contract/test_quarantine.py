@@ -23,7 +23,7 @@ from strawflow.testing.invariants import batch_digests, check_exactly_once
 from strawflow.testing.pack_rows import made_up_rows
 from strawflow.testing.runs import SmallRun, made_up_result, small_run
 from tests.contract.backed_up import reopened
-from tests.contract.lost_index import die, lose_index
+from tests.contract.lost_index import die, lose_index, on_sqlite
 
 
 @pytest.fixture
@@ -126,6 +126,7 @@ def test_open_groups_whose_trajectories_are_damaged_are_generated_again_on_reque
     finish(small)
 
 
+@on_sqlite
 def test_trained_groups_are_told_and_never_opened_again(small: SmallRun) -> None:
     first, *_ = sampled_apart(small, 4)
     small.plan()
@@ -204,6 +205,7 @@ def plan_of_batch(small: SmallRun, step: int) -> int:
         return batches.require(connection, small.run.branch, small.run.consumer, step).plan_extent_id
 
 
+@on_sqlite
 @pytest.mark.parametrize("part", [rows_of_batch, plan_of_batch])
 def test_a_planned_batch_that_nobody_applied_is_taken_back_with_all_after_it(
     small: SmallRun, part: Callable[[SmallRun, int], int]
@@ -246,6 +248,7 @@ def test_groups_of_a_batch_taken_back_that_are_damaged_too_wait_for_the_request(
     finish(small)
 
 
+@on_sqlite
 def test_a_batch_taken_back_stays_back_when_the_index_is_rebuilt(small: SmallRun) -> None:
     small.sample()
     small.plan()
@@ -262,6 +265,7 @@ def test_a_batch_taken_back_stays_back_when_the_index_is_rebuilt(small: SmallRun
         finish(rebuilt)
 
 
+@on_sqlite
 def test_a_batch_needed_for_the_replay_stops_the_run_with_the_choice(small: SmallRun) -> None:
     small.advance(1)
     small.sample()
@@ -305,6 +309,7 @@ def test_a_batch_needed_for_the_replay_stops_the_run_with_the_choice(small: Smal
         check_exactly_once(second.run, finished=True)
 
 
+@on_sqlite
 def test_a_batch_that_a_checkpoint_covers_is_only_told(small: SmallRun) -> None:
     small.advance(2)
     stop(small)
@@ -355,6 +360,7 @@ def prompts_of(small: SmallRun) -> int:
     return extent.extent_id
 
 
+@on_sqlite
 def test_damaged_prompts_stop_the_run_and_say_which_rows(small: SmallRun) -> None:
     small.sample(2)
     stop(small)
@@ -366,6 +372,7 @@ def test_damaged_prompts_stop_the_run_and_say_which_rows(small: SmallRun) -> Non
         small.claim(1)
 
 
+@on_sqlite
 def test_what_is_whole_again_is_given_back(small: SmallRun) -> None:
     first, *_ = sampled_apart(small, 2)
     stop(small)
@@ -384,6 +391,7 @@ def test_what_is_whole_again_is_given_back(small: SmallRun) -> None:
     finish(small)
 
 
+@on_sqlite
 def test_a_missing_file_is_one_finding_and_a_missing_share_is_an_error(small: SmallRun) -> None:
     opened = sampled_apart(small, 3)
     stop(small)
@@ -401,6 +409,7 @@ def test_a_missing_file_is_one_finding_and_a_missing_share_is_an_error(small: Sm
     finish(small)
 
 
+@on_sqlite
 def test_batches_and_offers_are_left_to_live_workers_while_damage_is_contained(small: SmallRun) -> None:
     first, *_ = sampled_apart(small, 4)
     small.plan()
@@ -415,6 +424,7 @@ def test_batches_and_offers_are_left_to_live_workers_while_damage_is_contained(s
     assert quarantine_damage(small.run, do=True).voided == {"main/trainer": [1]}
 
 
+@on_sqlite
 def test_recovery_leaves_damage_behind_and_does_not_try_it_for_ever(small: SmallRun) -> None:
     first, *others = sampled_apart(small, 3)
     die(small)
@@ -438,6 +448,7 @@ def test_recovery_leaves_damage_behind_and_does_not_try_it_for_ever(small: Small
 # ---- the check, and the command
 
 
+@on_sqlite
 def test_the_check_counts_what_nothing_names_and_finds_footers_that_no_reader_reads(small: SmallRun) -> None:
     small.sample(2)
     session = small.session("train")

@@ -32,7 +32,7 @@ from strawflow.testing.invariants import batch_digests, check_batches_unchanged,
 from strawflow.testing.runs import SmallRun, made_up_result, prompt_lines, small_run
 from strawflow.weights.verify import FORMAT, MANIFEST, describe_file
 from tests.contract.backed_up import reopened
-from tests.contract.lost_index import all_ready_again, die, essence_of, lose_index
+from tests.contract.lost_index import all_ready_again, die, essence_of, lose_index, on_sqlite
 
 WARM = {"warm_start.steps": "2", "warm_start.prompts_per_step": "4"}
 
@@ -142,7 +142,7 @@ def packs_recovered(small: SmallRun) -> None:
     assert rescue.recover_packs(small.session("supervise")) > 0
 
 
-SAME = [
+STAGES = [
     nothing_sampled,
     leases_out,
     planned_ahead,
@@ -152,9 +152,15 @@ SAME = [
     more_prompts,
     packs_recovered,
 ]
+ON_SERVER = [leases_out, a_group_dropped, packs_recovered]
 
 
-@pytest.mark.parametrize("stage", SAME, ids=lambda stage: stage.__name__)
+@pytest.mark.parametrize(
+    ("index_url", "stage"),
+    [("sqlite", stage) for stage in STAGES] + [("postgresql", stage) for stage in ON_SERVER],
+    indirect=["index_url"],
+    ids=lambda value: getattr(value, "__name__", value),
+)
 def test_a_rebuilt_index_is_the_lost_one_and_goes_on_to_the_end(
     small: SmallRun, stage: Callable[[SmallRun], None]
 ) -> None:
@@ -167,6 +173,7 @@ def test_a_rebuilt_index_is_the_lost_one_and_goes_on_to_the_end(
         finish(again, planned)
 
 
+@on_sqlite
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 3])
 def test_a_run_in_its_warm_start_is_rebuilt(tmp_path: Path, settings: dict[str, str], num_steps: int) -> None:
     with small_run(tmp_path, settings={**settings, **WARM}) as small:
@@ -206,6 +213,7 @@ def test_an_evaluation_under_way_is_rebuilt_and_bound_to_its_weights(
             assert check(again.run).findings == []
 
 
+@on_sqlite
 def test_a_group_sent_back_is_offered_again_and_judged_again(small: SmallRun) -> None:
     small.advance(1)
     small.sample()
@@ -221,6 +229,7 @@ def test_a_group_sent_back_is_offered_again_and_judged_again(small: SmallRun) ->
         finish(again)
 
 
+@on_sqlite
 def test_parked_progress_is_taken_up_where_it_was_left(small: SmallRun) -> None:
     grants = small.claim(2)
     progress = [made_up_result(grant, small.serving() or "") for grant in grants]
@@ -257,6 +266,7 @@ def checkpoint_files(small: SmallRun, step: int) -> None:
     write_durably(folder / MANIFEST, json.dumps(manifest).encode())
 
 
+@on_sqlite
 def test_a_checkpoint_whose_transaction_never_came_is_believed_for_its_files(small: SmallRun) -> None:
     small.advance(1)
     small.sample()
@@ -270,6 +280,7 @@ def test_a_checkpoint_whose_transaction_never_came_is_believed_for_its_files(sma
         finish(again, planned)
 
 
+@on_sqlite
 def test_a_checkpoint_of_a_trainer_that_a_later_one_did_not_go_on_from_is_not_believed(
     small: SmallRun,
 ) -> None:
@@ -298,6 +309,7 @@ def lost_sessions(small: SmallRun) -> None:
         rescue.declare_lost(small.run, session_id, reason="killed by the test")
 
 
+@on_sqlite
 @pytest.mark.parametrize("content", ["the same", "another"])
 def test_weights_that_died_are_dead_again_unless_equal_ones_took_their_place(
     small: SmallRun, content: str
@@ -322,6 +334,7 @@ def test_weights_that_died_are_dead_again_unless_equal_ones_took_their_place(
         assert essence_of(again.run.index)["weights"] == before["weights"]
 
 
+@on_sqlite
 def test_weights_whose_files_are_gone_have_a_row_without_files(small: SmallRun) -> None:
     small.advance(2)
     with small.run.index.read() as connection:
@@ -345,7 +358,12 @@ def test_weights_whose_files_are_gone_have_a_row_without_files(small: SmallRun) 
 # ---- branches, consumers, retention, compaction
 
 
-@pytest.mark.parametrize("reuse", [False, True], ids=["pristine", "reusing"])
+@pytest.mark.parametrize(
+    ("index_url", "reuse"),
+    [("sqlite", False), ("sqlite", True), ("postgresql", True)],
+    indirect=["index_url"],
+    ids=["pristine", "reusing", "reusing on PostgreSQL"],
+)
 def test_branches_are_rebuilt_with_what_they_took_up(
     tmp_path: Path, settings: dict[str, str], reuse: bool
 ) -> None:
@@ -422,6 +440,7 @@ def test_consumers_of_their_own_making_are_rebuilt_where_they_stood(small: Small
             assert mine.newest_checkpoint() is not None
 
 
+@on_sqlite
 def test_packs_that_were_compacted_are_found_by_their_checksums(
     tmp_path: Path, settings: dict[str, str]
 ) -> None:
@@ -466,6 +485,7 @@ def flip(path: Path, at: int) -> None:
         file.write(bytes([byte[0] ^ 0x10]))
 
 
+@on_sqlite
 def test_results_that_do_not_match_their_checksums_are_generated_again(small: SmallRun) -> None:
     small.sample(3)
     ended(small)  # the checksums are written down
@@ -485,6 +505,7 @@ def test_results_that_do_not_match_their_checksums_are_generated_again(small: Sm
         finish(again)
 
 
+@on_sqlite
 @pytest.mark.parametrize("cut", [1, 100, 400])
 def test_a_torn_pack_gives_all_before_the_tear(small: SmallRun, cut: int) -> None:
     small.sample(2)
@@ -501,6 +522,7 @@ def test_a_torn_pack_gives_all_before_the_tear(small: SmallRun, cut: int) -> Non
         finish(again)
 
 
+@on_sqlite
 def test_packed_rows_that_are_damaged_are_quarantined_and_told(small: SmallRun) -> None:
     small.advance(1)
     ended(small)
@@ -523,6 +545,7 @@ def finish_without_reading(small: SmallRun) -> None:
     small.advance(2)
 
 
+@on_sqlite
 def test_a_hole_in_the_journal_is_refused_and_told_when_it_is_gone_over(small: SmallRun) -> None:
     small.advance(2)
     ended(small)
@@ -542,6 +565,7 @@ def test_a_hole_in_the_journal_is_refused_and_told_when_it_is_gone_over(small: S
         finish(again)
 
 
+@on_sqlite
 def test_a_damaged_entry_is_told(small: SmallRun) -> None:
     small.sample(1)
     ended(small)
@@ -585,6 +609,7 @@ def test_rebuilding_twice_gives_equal_indexes(small: SmallRun) -> None:
     assert incarnations == [1, 2, 3]
 
 
+@on_sqlite
 def test_an_index_that_is_there_is_not_rebuilt(small: SmallRun, tmp_path: Path) -> None:
     with pytest.raises(ConflictError, match="still live"):
         rebuild.rebuild(small.run.root)
@@ -596,6 +621,7 @@ def test_an_index_that_is_there_is_not_rebuilt(small: SmallRun, tmp_path: Path) 
             verb(tmp_path / "elsewhere")
 
 
+@on_sqlite
 def test_a_run_without_a_journal_is_refused(small: SmallRun) -> None:
     small.advance(1)
     ended(small)
@@ -605,6 +631,7 @@ def test_a_run_without_a_journal_is_refused(small: SmallRun) -> None:
         rebuild.rebuild(root)
 
 
+@on_sqlite
 def test_a_worker_from_before_the_loss_is_refused_and_the_sweep_is_blocked(small: SmallRun) -> None:
     small.sample(2)
     old = [g.fence for g in small.claim(2)]

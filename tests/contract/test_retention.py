@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import shutil
 import sqlite3
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,17 @@ import pytest
 import sqlalchemy as sa
 
 from strawflow.errors import ConflictError, NotFoundError
-from strawflow.flow import assemble, branch, complete, consume, history, pins, publish_weights, rescue
+from strawflow.flow import (
+    assemble,
+    branch,
+    by_reference,
+    complete,
+    consume,
+    history,
+    pins,
+    publish_weights,
+    rescue,
+)
 from strawflow.flow import retain as retaining
 from strawflow.flow import sweep as sweeping
 from strawflow.flow.claim import Grant
@@ -23,6 +35,7 @@ from strawflow.flow.compact import compact
 from strawflow.flow.retain import Policy, missing_part
 from strawflow.flow.retire import find_retired
 from strawflow.flow.run import Run
+from strawflow.flow.session import WorkerSession
 from strawflow.flow.status import batch_detail, snapshot, unit_detail
 from strawflow.flow.sweep import Item
 from strawflow.index import checkpoints, consumers, events, retention, units, weights
@@ -431,10 +444,12 @@ def test_a_branch_from_a_checkpoint_kept_for_its_interval_finds_all_that_it_take
             first = [Assignment(u.epoch, u.unit_id, "dropped", "stale") for u in offered(small)[:1]]
             assemble.drop(small.session("assemble"), small.assembler(), first)
             small.advance(4)
-            small.sample()
-            late = [Assignment(u.epoch, u.unit_id, "dropped", "stale") for u in offered(small)[:2]]
-            assemble.drop(small.session("assemble"), small.assembler(), late)
-            small.advance(5)
+            for _ in range(2):  # some that the branch takes over, and some admitted after its checkpoint
+                small.sample()
+                late = [Assignment(u.epoch, u.unit_id, "dropped", "stale") for u in offered(small)[:2]]
+                assemble.drop(small.session("assemble"), small.assembler(), late)
+                small.advance(2)
+            small.advance(1)
             end_sessions(small)
             if retains:
                 retain(small.run, keep_checkpoints=1, keep_checkpoints_every=4, keep_steps=1)
@@ -471,6 +486,42 @@ def test_a_retention_killed_before_its_commit_loses_and_doubles_nothing(tmp_path
         assert pl.read_ipc(small.run.root / path)["unit_id"].to_list() == list(range(1, 13))
         check_exactly_once(small.run, finished=False)
         assert_sound(small.run)
+
+
+def test_two_retentions_at_once_take_every_unit_once(small: SmallRun) -> None:
+    small.advance(6)
+    before = counts(small.run)
+    gate = threading.Barrier(2)
+    own = policy(small.run, keep_checkpoints=1, keep_steps=1)
+    with upkeep(small.run) as one, upkeep(small.run) as other, ThreadPoolExecutor(2) as pool:
+
+        def at_once(session: WorkerSession) -> list[Item]:
+            gate.wait()
+            return retaining.retain(session, own).items
+
+        list(pool.map(at_once, (one, other)))
+    assert counts(small.run) == before
+    assert unit_ids(small.run) == list(range(21, 33))
+    assert len(check_exactly_once(small.run, finished=False)) == 24
+    tidy(small.run)
+
+
+def test_a_batch_by_reference_leaves_once_its_consumer_has_advanced_past_it(small: SmallRun) -> None:
+    role, session = small.assembler(), small.session("assemble")
+    small.sample()
+    for _ in range(2):
+        assert by_reference.plan_next(session, role, purpose="train", num_groups=4, at_least=4) is not None
+    first, second = history.batches(small.run)
+    reader = small.session("train").reader
+    assert by_reference.rows_of(small.run, reader, first).num_rows == 8
+    for step in (1, 2):
+        by_reference.advance(small.session("train"), small.trainer(), expected=step - 1, step=step)
+    retain(small.run, keep_steps=1)
+    tidy(small.run)
+    with pytest.raises(NotFoundError, match="step 1 were given up by retention"):
+        by_reference.rows_of(small.run, reader, first)
+    assert by_reference.rows_of(small.run, reader, second).num_rows == 8
+    assert unit_ids(small.run) == [5, 6, 7, 8]
 
 
 # ---- receipts, events and the file of the index
