@@ -84,13 +84,13 @@ JOURNAL = _schema(
     1,
     [
         # One row is one change of the run that its packs alone would not tell.
-        _required(
-            "entry", pa.string()
-        ),  # segment, admission, drop, plan, checkpoint, weights, branch, consumer
+        _required("entry", pa.string()),  # what changed: flow.journal.EntryKind
         _required("branch_id", pa.string()),
         _required("incarnation", pa.int64()),
         _required("at_ms", pa.int64()),  # wall time, milliseconds since 1970
-        _required("body", pa.large_string()),  # JSON object, by kind of entry: see flow.journal
+        _required(
+            "body", pa.large_string()
+        ),  # JSON object, by kind of entry, with an id and a checksum of the row
     ],
 )
 

@@ -29,7 +29,7 @@ import pyarrow as pa
 import xxhash
 
 from strawflow import clock, faults
-from strawflow.errors import CommitUnknownError, LeaseLostError, StorageError
+from strawflow.errors import CommitUnknownError, IncompatibleFormatError, LeaseLostError, StorageError
 from strawflow.ids import Extent, new_id
 from strawflow.index import packs
 from strawflow.index.prepared import Transaction
@@ -243,7 +243,11 @@ class StoredEntry:
 
 
 def from_rows(rows: pa.RecordBatch, *, path: str, offset: int) -> tuple[list[StoredEntry], int]:
-    """Return the entries of a message and how many of its rows do not match their checksums."""
+    """Return the entries of a message and how many of its rows do not match their checksums.
+
+    Raises:
+        IncompatibleFormatError: a whole row tells of a kind of change that this program does not know.
+    """
     found: list[StoredEntry] = []
     num_damaged = 0
     for number, row in enumerate(rows.to_pylist()):
@@ -253,15 +257,25 @@ def from_rows(rows: pa.RecordBatch, *, path: str, offset: int) -> tuple[list[Sto
             text = json.dumps(body, sort_keys=True, separators=(",", ":"))
             head = row["entry"], row["branch_id"], row["incarnation"], row["at_ms"]
             is_whole = checksum == _checksum(*head, text)
-            kind = EntryKind(row["entry"])
         except (ValueError, KeyError, TypeError, AttributeError):
             is_whole = False
         if not is_whole:
             num_damaged += 1
             continue
+        if row["entry"] not in set(EntryKind):
+            raise IncompatibleFormatError(
+                f"{path} tells of a change of kind {row['entry']!r}, which this program does not know; use a newer one"
+            )
         place = Place(path, offset, number)
         found.append(
-            StoredEntry(kind, row["branch_id"], row["incarnation"], row["at_ms"], row["body"], place)
+            StoredEntry(
+                EntryKind(row["entry"]),
+                row["branch_id"],
+                row["incarnation"],
+                row["at_ms"],
+                row["body"],
+                place,
+            )
         )
     return found, num_damaged
 

@@ -365,7 +365,7 @@ LIVES = given(
 )
 
 
-@settings(max_examples=6, deadline=None, derandomize=True)
+@settings(max_examples=5, deadline=None, derandomize=True)
 @LIVES
 def test_whatever_a_run_lived_through_it_is_rebuilt_and_ends_well(
     tmp_path_factory: pytest.TempPathFactory, steps: list[str], killed_at: int, kill: bool

@@ -32,6 +32,7 @@ from strawflow.testing.invariants import batch_digests, check_batches_unchanged,
 from strawflow.testing.runs import SmallRun, made_up_result, prompt_lines, small_run
 from strawflow.weights.verify import FORMAT, MANIFEST, describe_file
 from tests.contract.backed_up import reopened
+from tests.contract.backup_instants import Instants, chosen
 from tests.contract.lost_index import all_ready_again, die, essence_of, lose_index, on_sqlite
 
 WARM = {"warm_start.steps": "2", "warm_start.prompts_per_step": "4"}
@@ -174,7 +175,7 @@ def test_a_rebuilt_index_is_the_lost_one_and_goes_on_to_the_end(
 
 
 @on_sqlite
-@pytest.mark.parametrize("num_steps", [0, 1, 2, 3])
+@pytest.mark.parametrize("num_steps", [1, 3])
 def test_a_run_in_its_warm_start_is_rebuilt(tmp_path: Path, settings: dict[str, str], num_steps: int) -> None:
     with small_run(tmp_path, settings={**settings, **WARM}) as small:
         path = tmp_path / "demonstrations.jsonl"
@@ -644,6 +645,38 @@ def test_a_worker_from_before_the_loss_is_refused_and_the_sweep_is_blocked(small
         assert again.trainer().fence > leases.FENCES_PER_INCARNATION
         with again.run.index.read() as connection:
             assert "rebuilt" in (meta.find(connection, SWEEP_BLOCKED) or "")
+
+
+@pytest.mark.parametrize(
+    "spread", [2, pytest.param(150, marks=[pytest.mark.long, pytest.mark.timeout(3600)], id="long")]
+)
+def test_a_rebuild_killed_at_any_instant_leaves_nothing_or_the_whole_index(
+    small: SmallRun, instants: Instants, spread: int
+) -> None:
+    small.advance(1)
+    small.sample(2)
+    die(small)
+    root = lose_index(small.run)
+    words = ("index", "rebuild", root, "--yes")
+    passed = instants.passed(*words)
+    run = open_run(root)
+    whole = essence_of(run.index)
+    outcomes = set()
+    for instant in chosen(passed, spread=spread):
+        lose_index(run)
+        instants.kill(*words, at=instant)
+        try:
+            run = open_run(root)
+        except NotFoundError:
+            outcomes.add("nothing")
+            assert not list(root.glob(INDEX_FILE))
+            continue
+        outcomes.add("whole")
+        assert essence_of(run.index) == whole
+    assert outcomes == {"nothing", "whole"}
+    lose_index(run)
+    rebuild.rebuild(root)
+    assert list(root.glob(".partial-*")) == []
 
 
 def test_a_damaged_index_file_is_kept_beside_the_rebuilt_one(tmp_path: Path) -> None:

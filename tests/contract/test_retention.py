@@ -161,6 +161,11 @@ def test_a_pinned_checkpoint_stays_until_the_pin_is_gone(small: SmallRun) -> Non
 
 def test_a_pin_that_comes_between_looking_and_removing_wins(small: SmallRun) -> None:
     small.advance(3)
+    pins.pin(small.run, PinKind.BATCH, "1", reason="in time")
+    first, second, _ = (b.batch_id for b in history.batches(small.run))
+    with small.run.index.begin() as connection:
+        assert retention.retire_batches(connection, [first, second]) == {second}
+        assert retention.retire_batches(connection, [first, second]) == set()
     looked = retaining.plan_retention(small.run, policy(small.run, keep_checkpoints=1))
     assert len([i for i in looked.items if i.what == "checkpoint"]) == 2
     pins.pin(small.run, PinKind.CHECKPOINT, "1", reason="in time")
@@ -364,18 +369,18 @@ def test_a_consumer_that_lags_behind_holds_the_units_back(small: SmallRun) -> No
     retain(small.run, keep_checkpoints=1, keep_steps=1)
     assert unit_ids(small.run)[0] == 1
     exporter = replace(small.run, consumer="export")
-    with (
-        small.run.index.begin() as connection
-    ):  # it drops the first two steps' units, and is at step 5 itself
-        dropped = [Assignment(0, unit_id, "dropped", "not wanted") for unit_id in range(1, 9)]
-        consumers.withdraw(connection, "main", "export", range(1, 9))
-        consumers.assign(connection, "main", "export", dropped, batch_id=None, at_step=1)
+    # It drops the units of three steps, those of the last one only just now, and is at step 5 itself.
+    with small.run.index.begin() as connection:
+        for units_of, at_step in ((range(1, 9), 1), (range(9, 13), 5)):
+            dropped = [Assignment(0, unit_id, "dropped", "not wanted") for unit_id in units_of]
+            consumers.withdraw(connection, "main", "export", units_of)
+            consumers.assign(connection, "main", "export", dropped, batch_id=None, at_step=at_step)
         for step in range(1, 6):
             consumers.advance_planned(connection, "main", "export", step=step)
         consumers.advance_position(connection, "main", "export", expected=0, new=5)
     retain(small.run, keep_checkpoints=1, keep_steps=1)
     assert unit_ids(small.run)[0] == 9
-    assert history.outcomes(exporter) == {("train", "dropped", "not wanted"): 8}
+    assert history.outcomes(exporter) == {("train", "dropped", "not wanted"): 12}
     assert (find_retired(small.run, 8) or {})["consumers"] == ["export", "trainer"]
     with small.run.index.begin() as connection:  # its steps have no batches: the test made them up
         connection.execute(
