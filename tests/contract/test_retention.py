@@ -16,6 +16,7 @@ import polars as pl
 import pytest
 import sqlalchemy as sa
 
+from strawflow import faults
 from strawflow.errors import ConflictError, NotFoundError
 from strawflow.flow import (
     assemble,
@@ -30,6 +31,7 @@ from strawflow.flow import (
 )
 from strawflow.flow import retain as retaining
 from strawflow.flow import sweep as sweeping
+from strawflow.flow.check import check
 from strawflow.flow.claim import Grant
 from strawflow.flow.compact import compact
 from strawflow.flow.retain import Policy, missing_part
@@ -181,6 +183,8 @@ def test_the_checkpoint_a_branch_starts_from_stays(small: SmallRun) -> None:
     small.advance(4)
     end_sessions(small)
     branch.create_branch(small.run, checkpoint="2", name="other")
+    with small.run.index.begin() as connection:
+        assert not retention.mark_checkpoint_removed(connection, "c000002-main-f1")
     retain(small.run, keep_checkpoints=1)
     assert steps_with_files(small) == [2, 4]
 
@@ -308,6 +312,22 @@ def test_old_steps_leave_and_every_count_stays_exact(small: SmallRun) -> None:
     check_exactly_once(small.run, finished=False)
 
 
+@pytest.mark.parametrize("tally", ["retired/fates/", "passed/"])
+def test_a_count_of_retired_units_that_does_not_add_up_is_found(small: SmallRun, tally: str) -> None:
+    small.advance(3)
+    retain(small.run, keep_checkpoints=1, keep_steps=1)
+
+    def add(amount: int) -> None:
+        with small.run.index.begin() as connection:
+            counted = sa.update(t.tallies).where(t.tallies.c.name.startswith(tally))
+            assert connection.execute(counted.values(value=t.tallies.c.value + amount)).rowcount == 1
+
+    assert_sound(small.run)
+    add(1)
+    assert [f.check for f in check(small.run).findings] == ["batch" if "fates" in tally else "cursor"]
+    add(-1)
+
+
 def test_nothing_that_a_resume_may_go_back_to_leaves(small: SmallRun) -> None:
     small.advance(STEPS)
     pins.pin(small.run, PinKind.CHECKPOINT, "3", reason="to go back to")
@@ -386,6 +406,27 @@ def test_a_consumer_that_lags_behind_holds_the_units_back(small: SmallRun) -> No
         connection.execute(
             sa.update(t.consumers).where(t.consumers.c.consumer == "export").values(position=0, planned=0)
         )
+
+
+def test_a_consumer_that_is_created_while_units_are_on_their_way_keeps_them(
+    small: SmallRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small.advance(3)
+    real = faults.at
+
+    def create_in_between(point: str) -> None:
+        real(point)
+        if point == "retain.before_commit":
+            with small.run.index.begin() as connection:
+                consumers.ensure(connection, "main", "export", purposes=["train"])
+
+    with monkeypatch.context() as patched:
+        patched.setattr(faults, "at", create_in_between)
+        retain(small.run, keep_checkpoints=1, keep_steps=1)
+    assert unit_ids(small.run)[0] == 1
+    with small.run.index.read() as connection:
+        assert consumers.num_offered(connection, "main", "export") == {"train": 16}
+    check_exactly_once(small.run, finished=False)
 
 
 def test_a_retired_unit_is_shown_from_the_history_and_opens_in_polars(
@@ -563,8 +604,8 @@ def test_old_events_move_to_packs_in_their_order(small: SmallRun) -> None:
         assert ("events", "10 rows of the index") in [
             (i.what, i.why) for i in retaining.retain(session, own).items
         ]
-    (path,) = pack_files(small.run, "event")
-    moved = pl.read_ipc(small.run.root / path)
+        (path,) = pack_files(small.run, "event")
+        moved = pl.read_ipc(small.run.root / path)  # sealed, though the session goes on
     with small.run.index.read() as connection:
         left = events.latest(connection, limit=1000)[::-1]
     assert left[: len(before) - 10] == before[10:]

@@ -12,11 +12,13 @@ from strawflow.errors import StorageError
 from strawflow.flow import admit, quota, retain
 from strawflow.flow import compact as compacting
 from strawflow.flow.check import check
+from strawflow.flow.exchange import Submission
 from strawflow.flow.run import open_run
 from strawflow.flow.session import WorkerSession
 from strawflow.flow.status import snapshot
 from strawflow.flow.sweep import sweep
 from strawflow.index import events, meta, units
+from strawflow.index.leases import Wanted
 from strawflow.testing.pack_rows import made_up_rows
 from strawflow.testing.runs import SmallRun, prompt_lines, small_run
 from tests.conftest import CliResult
@@ -59,6 +61,8 @@ def test_a_disk_that_runs_short_stops_claims_then_appends_and_everything_goes_on
         disk.fill(but=reserve * 3 // 4 // PAGE * PAGE)
         look_again(small)
         assert small.claim(4) == []
+        asking = Submission("claims beside results", wanted=Wanted(4))
+        assert small.session("rollout").exchange.submit(asking).granted == ()
         assert admit.admit_more(small.session("rollout"), count=4) == 0
         assert num_ready(small) == ready
         seen = snapshot(small.run)
