@@ -22,12 +22,13 @@ from crowd import Crowd
 from loop import Loop, create
 from peers import procrastinate
 from rows import Bench, Row, alone, at_least, at_most, compare, main, timed
-from server import Server, running_server
+from server import new_database, running_server, version
 
 import strawflow
 from strawflow.flow.retain import Policy, retain
 from strawflow.flow.session import WorkerSession
 from strawflow.flow.sweep import sweep
+from strawflow.testing.postgres import PostgresServer
 
 STEP = 64
 """Groups of a training step wherever a run is filled."""
@@ -58,10 +59,10 @@ def flat(bench: Bench) -> Iterator[Row]:
     size = bench.pick(1_000_000, 10_000_000)
     yield from _flat(bench, "SQLite", size, None)
     with running_server() as server:
-        yield from _flat(bench, server.version(), size, server)
+        yield from _flat(bench, version(server), size, server)
 
 
-def _flat(bench: Bench, dialect: str, size: int, server: Server | None) -> Iterator[Row]:
+def _flat(bench: Bench, dialect: str, size: int, server: PostgresServer | None) -> Iterator[Row]:
     # Both are filled before either is opened: a worker that waited for minutes would count as hung.
     places = [filled(bench, SMALL_INDEX, server), filled(bench, size, server)]
     with ExitStack() as stack:
@@ -93,7 +94,7 @@ class Probe:
 
     GROUPS = 8
 
-    def __init__(self, where: Filled, server: Server | None) -> None:
+    def __init__(self, where: Filled, server: PostgresServer | None) -> None:
         self.seconds: dict[str, list[list[float]]] = {"claim": [], "complete": [], "next_batch": []}
         self.pages: dict[str, list[float]] = {call: [] for call in self.seconds}
         self._where, self._server = where, server
@@ -180,8 +181,8 @@ def processes(bench: Bench) -> Iterator[Row]:
     with ExitStack() as stack:
         server = stack.enter_context(running_server())
         folder = bench.path("processes")
-        store = create(folder, index_url=server.url(server.new_database()))
-        conninfo = server.conninfo(server.new_database())
+        store = create(folder, index_url=server.url(new_database(server)))
+        conninfo = server.conninfo(new_database(server))
         queue = procrastinate.JobQueue(conninfo)
         ours = stack.enter_context(Crowd(size, crews.worker, str(folder), at_once))
         peers = stack.enter_context(Crowd(size, procrastinate.worker, conninfo))
@@ -223,13 +224,13 @@ def size(bench: Bench) -> Iterator[Row]:
 
 
 def _size(
-    name: str, rounds: int, at_once: int, folder: Path, server: Server | None, limit: int
+    name: str, rounds: int, at_once: int, folder: Path, server: PostgresServer | None, limit: int
 ) -> Iterator[Row]:
     """Finish 1,024 units, then `rounds` times as many, which are counted; then let retention take all it may.
 
     The first ones pay for what is there once: empty pages of every table, and rows that come and go.
     """
-    database = None if server is None else server.new_database()
+    database = None if server is None else new_database(server)
     url = "" if server is None or database is None else server.url(database)
     store = create(folder, durability="process", index_url=url, prompts=1024)
 
@@ -286,7 +287,7 @@ def _sqlite_sizes(path: Path, *, rewritten: bool) -> dict[str, int]:
         connection.close()
 
 
-def _postgres_sizes(server: Server, database: str, *, rewritten: bool) -> dict[str, int]:
+def _postgres_sizes(server: PostgresServer, database: str, *, rewritten: bool) -> dict[str, int]:
     """Return the bytes of each table with its indexes, after a vacuum, if told so without free space."""
     with server.connect(database) as connection:
         connection.execute(b"VACUUM FULL" if rewritten else b"VACUUM")
@@ -297,12 +298,12 @@ def _postgres_sizes(server: Server, database: str, *, rewritten: bool) -> dict[s
         return {str(table): int(size) for table, size in rows}
 
 
-def filled(bench: Bench, size: int, server: Server | None) -> Filled:
+def filled(bench: Bench, size: int, server: PostgresServer | None) -> Filled:
     """Return a run with `size` finished units and a tenth as many ready ones; made once for each size and dialect."""
     name = f"filled_{size}"
     folder = bench.folder / (name if server is None else f"{name}_pg")
     if not folder.exists():
-        url = "" if server is None else server.url(server.new_database(folder.name))
+        url = "" if server is None else server.url(new_database(server, folder.name))
         store = create(folder, durability="process", index_url=url, prompts=1024)
         with Loop(store, tokens=16) as loop, store.consumer("trainer") as consumer:
             loop.finish(1024, at_once=16)

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from strawflow.cli.main import main
-from tests.postgres import PostgresServer, running_server
+from strawflow.testing.postgres import PostgresServer, running_server
 
 
 @pytest.fixture(scope="session")
 def postgres_server() -> Iterator[PostgresServer]:
-    with running_server() as server:
+    with running_server(settings={"shared_buffers": "16MB"}) as server:
         yield server
 
 
@@ -25,7 +25,7 @@ def index_url(request: pytest.FixtureRequest) -> str:
     if request.param == "sqlite":
         return ""
     server: PostgresServer = request.getfixturevalue("postgres_server")
-    return server.new_database()
+    return server.new_url()
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 
 import pytest
 
+from strawflow.testing.postgres import PostgresServer
 from tests.contract.backup_instants import Instants
-from tests.postgres import PostgresServer
 
 
 @pytest.fixture
 def opposite_url(index_url: str, postgres_server: PostgresServer) -> str:
     """An address for a second index in the database that the first is not in."""
-    return "" if index_url else postgres_server.new_database()
+    return "" if index_url else postgres_server.new_url()
 
 
 @pytest.fixture(scope="session")

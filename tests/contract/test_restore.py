@@ -30,6 +30,7 @@ from strawflow.flow.session import WorkerSession
 from strawflow.index import events, meta, sessions, units, weights
 from strawflow.index import tables as t
 from strawflow.states import SessionState, UnitState
+from strawflow.testing.postgres import PostgresServer
 from strawflow.testing.runs import SmallRun, made_up_plan, made_up_result, small_run
 from tests.contract.backed_up import (
     PASSING,
@@ -46,7 +47,6 @@ from tests.contract.backed_up import (
     told_again,
 )
 from tests.contract.backup_instants import Instants, chosen
-from tests.postgres import PostgresServer
 
 
 @pytest.fixture
@@ -303,7 +303,7 @@ def test_a_text_that_the_other_database_cannot_hold_is_refused_and_nothing_chang
         with small.run.index.begin() as connection:
             connection.execute(sa.update(t.units).values(last_error="one\0two"))
         made = backup(small.run)
-        twin = bare_run(tmp_path / "twin", small.run, postgres_server.new_database())
+        twin = bare_run(tmp_path / "twin", small.run, postgres_server.new_url())
     with pytest.raises(CorruptPackError, match="does not take the rows of table units"):
         restore(twin, made.folder)
     with pytest.raises(NotFoundError, match="no strawflow index"):

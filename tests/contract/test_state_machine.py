@@ -8,8 +8,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
+from strawflow.testing.postgres import PostgresServer
 from strawflow.testing.state_machine import StoreMachine
-from tests.postgres import PostgresServer
 
 SHORT = settings(
     max_examples=12, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
@@ -21,7 +21,7 @@ class PostgresMachine(StoreMachine):
     server: ClassVar[PostgresServer]
 
     def index_url(self) -> str:
-        return self.server.new_database()
+        return self.server.new_url()
 
 
 def machine(dialect: str, request: pytest.FixtureRequest) -> type[StoreMachine]:

@@ -31,6 +31,7 @@ from strawflow.index import pins as index_pins
 from strawflow.index import tables as t
 from strawflow.index.pins import PinKind
 from strawflow.states import PackState
+from strawflow.testing.postgres import PostgresServer
 from strawflow.testing.runs import SmallRun, prompt_lines, small_run
 from tests.conftest import CliResult
 from tests.contract.stored import (
@@ -44,7 +45,6 @@ from tests.contract.stored import (
     upkeep,
     with_storage,
 )
-from tests.postgres import PostgresServer
 
 
 @pytest.fixture
@@ -314,7 +314,7 @@ def test_of_a_pin_and_a_condemn_that_race_one_wins_never_both(small: SmallRun) -
 def test_who_comes_second_waits_for_the_first_and_loses_on_postgresql(
     tmp_path: Path, postgres_server: PostgresServer, first: str
 ) -> None:
-    settings = {**NO_GRACE, "run.index_url": postgres_server.new_database()}
+    settings = {**NO_GRACE, "run.index_url": postgres_server.new_url()}
     with small_run(tmp_path, settings=settings) as small:
         run, session = small.run, small.session("rollout")
         extent = session.packs.append("trajectory", rows_of(small.claim(1)))

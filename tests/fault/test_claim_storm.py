@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from strawflow.testing.postgres import PostgresServer
 from strawflow.testing.runs import SmallRun
 from tests.fault.store_worker import Nest, Order, StoreWorker, assert_all_done_once, wide_run
-from tests.postgres import PostgresServer
 
 SLOWEST_S = 50.0
 """Below the 60 s after which SQLite gives up waiting for the lock. On two cores that others kept busy as well the slowest
@@ -76,7 +76,7 @@ def test_32_processes_claim_and_complete_on_postgresql_without_an_error(
     postgres_server: PostgresServer,
     record_property: Callable[[str, object], None],
 ) -> None:
-    with wide_run(tmp_path, 32 * 8, settings_of(postgres_server.new_database())) as small:
+    with wide_run(tmp_path, 32 * 8, settings_of(postgres_server.new_url())) as small:
         workers = storm(nest, small, processes=32, claims=8, seconds=200)
         assert_calm(small, workers, claims=8, report=record_property)
 
@@ -91,7 +91,7 @@ def test_a_thousand_claims_of_each_of_many_processes(
     request: pytest.FixtureRequest,
     record_property: Callable[[str, object], None],
 ) -> None:
-    url = "" if index == "sqlite" else request.getfixturevalue("postgres_server").new_database()
+    url = "" if index == "sqlite" else request.getfixturevalue("postgres_server").new_url()
     with wide_run(tmp_path, processes * 1000, settings_of(url)) as small:
         workers = storm(nest, small, processes=processes, claims=1000, seconds=3600)
         assert_calm(small, workers, claims=1000, report=record_property)

@@ -12,6 +12,7 @@ import pytest
 
 from strawflow.flow import rescue
 from strawflow.flow.run import Run
+from strawflow.testing.postgres import PostgresServer
 from strawflow.testing.runs import SmallRun
 from tests.fault.store_worker import (
     Nest,
@@ -22,7 +23,6 @@ from tests.fault.store_worker import (
     index_time,
     wide_run,
 )
-from tests.postgres import PostgresServer
 
 SKEW_S = 600
 
@@ -140,7 +140,7 @@ def make(folder: Path, index: dict[str, str]) -> SmallRun:
 def test_workers_ten_minutes_fast_and_slow_take_nothing_early_and_hold_nothing_for_ever(
     tmp_path: Path, nest: Nest, postgres_server: PostgresServer
 ) -> None:
-    on_postgresql = {"run.index_url": postgres_server.new_database()}
+    on_postgresql = {"run.index_url": postgres_server.new_url()}
     with (
         make(tmp_path / "sqlite", {}) as first,
         make(tmp_path / "postgresql", on_postgresql) as second,

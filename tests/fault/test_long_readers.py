@@ -14,6 +14,7 @@ import pytest
 from strawflow.flow.check import check
 from strawflow.index import units
 from strawflow.states import UnitState
+from strawflow.testing.postgres import PostgresServer
 from strawflow.testing.runs import SmallRun
 from tests.fault.store_worker import (
     REPOSITORY,
@@ -23,7 +24,6 @@ from tests.fault.store_worker import (
     accepted,
     wide_run,
 )
-from tests.postgres import PostgresServer
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +123,7 @@ def hold_a_snapshot(
     num_units: int,
 ) -> None:
     """Let two workers claim and complete for so long under a snapshot that is held; compare claims at its ends."""
-    settings = {"run.index_url": server.new_database(), "lease.ttl_s": "600"}
+    settings = {"run.index_url": server.new_url(), "lease.ttl_s": "600"}
     with wide_run(tmp_path, num_units, settings) as small, small.run.index.read() as snapshot:
         snapshot.exec_driver_sql("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
         assert units.count_by_state(snapshot, "main") == {("train", "ready"): num_units}

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from strawflow.flow import rescue
+from strawflow.testing.postgres import PostgresServer, running_server
 from tests.fault.store_worker import Nest, Order, StoreWorker, assert_all_done_once, wide_run
-from tests.postgres import PostgresServer, running_server
 
 HELD_UP = "SELECT pid FROM pg_stat_activity WHERE wait_event = 'SyncRep'"
 
@@ -21,7 +21,7 @@ HELD_UP = "SELECT pid FROM pg_stat_activity WHERE wait_event = 'SyncRep'"
 @pytest.fixture(scope="module")
 def own_server() -> Iterator[PostgresServer]:
     """A server that syncs, so that what it acknowledged outlives its death."""
-    with running_server(syncs=True) as server:
+    with running_server(syncs=True, settings={"shared_buffers": "16MB"}) as server:
         yield server
 
 
@@ -71,7 +71,7 @@ def each_more(workers: list[StoreWorker], event: str) -> Iterator[None]:
 def campaign(
     tmp_path: Path, nest: Nest, server: PostgresServer, ends: list[signal.Signals | None], *, num_units: int
 ) -> None:
-    settings = {"run.index_url": server.new_database(), "lease.ttl_s": "600"}
+    settings = {"run.index_url": server.new_url(), "lease.ttl_s": "600"}
     with wide_run(tmp_path, num_units, settings) as small:
         order = Order(str(small.run.root), limit=3, retry_s=60, resends=True)
         workers = [nest.start(order) for _ in range(4)]

@@ -72,7 +72,7 @@ def test_upkeep_in_a_tight_loop_takes_nothing_from_a_run_whose_workers_are_kille
     tmp_path: Path, request: pytest.FixtureRequest, dialect: str
 ) -> None:
     server = request.getfixturevalue("postgres_server") if dialect == "postgresql" else None
-    settings = {**SETTINGS, **({"run.index_url": server.new_database()} if server else {})}
+    settings = {**SETTINGS, **({"run.index_url": server.new_url()} if server else {})}
     with Nest(tmp_path) as nest, small_run(tmp_path, num_prompts=64, settings=settings) as small:
         beside = Upkeep(small.run)
         beside.start()

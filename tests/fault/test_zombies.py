@@ -16,6 +16,7 @@ from strawflow.flow.check import check
 from strawflow.flow.run import Run
 from strawflow.flow.status import snapshot
 from strawflow.states import UnitState
+from strawflow.testing.postgres import PostgresServer
 from strawflow.testing.runs import SmallRun, small_run
 from tests.fault.store_worker import (
     Nest,
@@ -29,7 +30,6 @@ from tests.fault.store_worker import (
     state_of,
     wide_run,
 )
-from tests.postgres import PostgresServer
 
 TTL_S, GRACE_S = 1.0, 0.2
 
@@ -164,9 +164,7 @@ def test_a_worker_frozen_inside_a_transaction_is_seen_by_every_reader_and_holds_
 def test_a_worker_frozen_inside_a_transaction_on_postgresql_loses_its_locks_with_its_lease(
     tmp_path: Path, nest: Nest, postgres_server: PostgresServer
 ) -> None:
-    with quiet_run(
-        tmp_path, {**LEASE, **NO_HEARTBEAT, "run.index_url": postgres_server.new_database()}
-    ) as small:
+    with quiet_run(tmp_path, {**LEASE, **NO_HEARTBEAT, "run.index_url": postgres_server.new_url()}) as small:
         zombie = nest.start(Order(str(small.run.root), limit=3, max_units=3, stops_inside=True))
         zombie.await_stop()
         with ThreadPoolExecutor(1) as pool:

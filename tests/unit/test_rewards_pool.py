@@ -87,15 +87,18 @@ def act(verb: str) -> RewardRequest:
 def with_pool(
     body: Callable[[RewardPool], Coroutine[Any, Any, Any]], *, processes: int = 1, timeout_s: float = 20.0
 ) -> Any:
-    """Run `body` with a started pool; afterwards no process of this one may be left."""
+    """Run `body` with a started pool; afterwards no process that it started may be left."""
+    # What other tests run beside this one stays: servers, a resource tracker, and what a database starts when it likes.
+    before = set(psutil.Process().children(recursive=True))
 
     async def run() -> Any:
         async with RewardPool(ACT, num_processes=processes, timeout_s=timeout_s) as pool:
             return await body(pool)
 
     result = asyncio.run(run())
-    # The database server of other tests lives on beside this one and starts helpers when it likes.
-    left = [p for p in psutil.Process().children(recursive=True) if p.name() != "postgres"]
+    left = [
+        p for p in psutil.Process().children(recursive=True) if p not in before and p.name() != "postgres"
+    ]
     assert left == []
     return result
 
