@@ -8,11 +8,17 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
 
 BOOT_ID_PATH = Path("/proc/sys/kernel/random/boot_id")
+
+_LOOK_EVERY_S = 0.05
 
 
 def boot_id() -> str:
@@ -38,6 +44,14 @@ def wall_ms() -> int:
 def shown(at_ms: int) -> str:
     """Return milliseconds since 1970 as `wall_time` writes them."""
     return datetime.fromtimestamp(at_ms / 1000, UTC).isoformat(timespec="milliseconds")
+
+
+def look_until_found(look: Callable[[], T], *, wait_s: float) -> T:
+    """Look at least once, and again for up to `wait_s` seconds while nothing (false) is found; returns the last finding."""
+    deadline = time.monotonic() + wait_s
+    while not (found := look()) and (left_s := deadline - time.monotonic()) > 0:
+        time.sleep(min(_LOOK_EVERY_S, left_s))
+    return found
 
 
 @dataclass(frozen=True)

@@ -9,23 +9,23 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
 import pyarrow as pa
 
+from strawflow import clock
 from strawflow.errors import ConflictError, LeaseLostError
 from strawflow.flow import by_reference, consume, publish_weights, rescue
 from strawflow.flow.checkpoint_folder import seal_folder
+from strawflow.flow.consume import Resumption
 from strawflow.flow.run import Run
 from strawflow.flow.session import WorkerSession
+from strawflow.flow.trajectory import with_every_token
 from strawflow.index import batches, consumers
 from strawflow.index.consumers import Role
 from strawflow.weights.verify import weights_digest
-
-_POLL_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,14 @@ class Batch:
     """One row per member in the order of the plan: trajectories (schema records.TRAJECTORY), or, where an assembler
     packs batches, packed sequences (schema records.BATCH)."""
 
+    def with_every_token(self) -> pa.Table:
+        """Return trajectory rows whose `loss_mask` and `token_versions` are told for every token.
+
+        In `rows` they are null where one word tells them: every token trained, one version sampled it all.
+        """
+        whole = [with_every_token(rows) for rows in self.rows.combine_chunks().to_batches()]
+        return pa.Table.from_batches(whole, schema=self.rows.schema)
+
 
 class Consumer:
     """Reads batches in order; made by `Store.consumer`. Use as a context manager."""
@@ -47,6 +55,7 @@ class Consumer:
     def __init__(self, run: Run, name: str, *, purposes: tuple[str, ...], wait_s: float) -> None:
         self._run = replace(run, consumer=name)
         self._purpose = purposes[-1]
+        consume.require_consumer_name(self._run)
         self._session = WorkerSession(self._run, f"consumer-{name}")
         consume.ensure_consumer(self._session, purposes=purposes)
         self._role = self._take_over(wait_s)
@@ -76,17 +85,16 @@ class Consumer:
             LeaseLostError: another process took the name over; stop.
             CorruptPackError: stored bytes do not match their checksum.
         """
-        deadline = time.monotonic() + wait_s
-        while True:
+
+        def look() -> Batch | None:
             self._session.mark_progress()
             self._session.require_live()
-            batch = self._planned() or self._plan(num_groups, num_groups if at_least is None else at_least)
-            if batch is not None:
-                self._handed_out = batch.step
-                return batch
-            if time.monotonic() >= deadline:
-                return None
-            time.sleep(min(_POLL_S, max(0.0, deadline - time.monotonic())))
+            return self._planned() or self._plan(num_groups, num_groups if at_least is None else at_least)
+
+        batch = clock.look_until_found(look, wait_s=wait_s)
+        if batch is not None:
+            self._handed_out = batch.step
+        return batch
 
     def advance(self, step: int | None = None) -> None:
         """Commit the position: batches up to `step` (default: the last one handed out) never come again.
@@ -157,19 +165,17 @@ class Consumer:
         self._session.__exit__(kind, error, trace)
 
     def _take_over(self, wait_s: float) -> Role:
-        deadline = time.monotonic() + wait_s
-        while True:
-            rescue.declare_dead_processes_lost(self._run)
-            rescue.rescue_expired(self._run)
-            taken = consume.take_over(self._session)
-            if taken is not None:
-                return taken.role
-            if time.monotonic() >= deadline:
-                self._session.end()
-                raise LeaseLostError(
-                    f"another process is consumer {self._run.consumer!r}; stop it, or wait for it with wait_s"
-                )
-            time.sleep(_POLL_S)
+        def look() -> Resumption | None:
+            rescue.rescue_all(self._run)
+            return consume.take_over(self._session)
+
+        taken = clock.look_until_found(look, wait_s=wait_s)
+        if taken is None:
+            self._session.end()
+            raise LeaseLostError(
+                f"another process is consumer {self._run.consumer!r}; stop it, or wait for it with wait_s"
+            )
+        return taken.role
 
     def _take_assembler(self) -> Role | None:
         with self._run.index.begin() as connection:
@@ -191,7 +197,10 @@ class Consumer:
             num_groups=num_groups,
             at_least=at_least,
         )
-        return None if planned is None else self._read(planned)
+        if planned is None:
+            return None
+        batch, rows = planned
+        return Batch(batch.step, batch.digest, batch.num_units, rows)
 
     def _read(self, found: batches.Batch) -> Batch:
         if found.objective == by_reference.OBJECTIVE:

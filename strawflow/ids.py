@@ -2,12 +2,24 @@
 
 1. Ids made here are unique without coordination and safe as file names.
 2. A stored row is known for ever by (unit, fence, seq, member, segment); an extent is only where it lies now.
+3. Names that people give (branches, consumers) become parts of file names: they are written so that two names never
+   become one, whatever the file system makes of capitals.
 """
 
 from __future__ import annotations
 
+import re
 import secrets
 from dataclasses import dataclass
+from urllib.parse import quote
+
+_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,39}")
+NAME_RULE = "use up to 40 of a-z, 0-9, - and _, beginning with a letter or digit"
+
+
+def is_name(text: str) -> bool:
+    """Tell whether a branch or a consumer may be called so."""
+    return _NAME.fullmatch(text) is not None
 
 
 def new_id(prefix: str) -> str:
@@ -53,5 +65,11 @@ def weight_version_id(branch: str, fence: int, step: int, digest: str) -> str:
     return f"v{step:06d}-{branch}-f{fence}-{digest[:12]}"
 
 
-def checkpoint_id(branch: str, fence: int, step: int) -> str:
-    return f"c{step:06d}-{branch}-f{fence}"
+def checkpoint_id(branch: str, consumer: str, *, fence: int, step: int) -> str:
+    """Name of a checkpoint and of its folder: fences are counted for each consumer, so the consumer is part of it.
+
+    No branch has a dot in its name, so the first one ends it. Checkpoints of earlier programs, whose ids name no
+    consumer, keep the id and the folder that their rows tell.
+    """
+    # Earlier programs let a consumer be called anything.
+    return f"c{step:06d}-{branch}.{quote(consumer, safe='')}-f{fence}"

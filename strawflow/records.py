@@ -39,7 +39,7 @@ PROMPT = _schema(
 
 TRAJECTORY = _schema(
     "trajectory",
-    1,
+    2,
     [
         _required("unit_id", pa.int64()),
         _required("fence", pa.int64()),
@@ -51,11 +51,14 @@ TRAJECTORY = _schema(
         pa.field("failure", pa.string()),  # why, when status is failed
         _required("prompt_tokens", pa.list_(pa.int32())),
         _required("response_tokens", pa.list_(pa.int32())),
-        _required("loss_mask", pa.list_(pa.int8())),  # per response token, 1 = trained
+        # Per response token, 1 = trained; null: every one is (a third of the bytes would say so otherwise).
+        pa.field("loss_mask", pa.list_(pa.int8())),
         _required(
             "logprobs", pa.list_(pa.float32())
         ),  # per response token: log-softmax(logits / temperature)
-        _required("token_versions", pa.list_(pa.int32())),  # per response token: place in weight_versions
+        # Per response token: place in weight_versions, -1 where no weights sampled it; null: all of them have place 0, or
+        # -1 where weight_versions is empty.
+        pa.field("token_versions", pa.list_(pa.int32())),
         _required("weight_versions", pa.list_(pa.string())),  # distinct weight version ids of this row
         pa.field("reward", pa.float64()),  # null when failed, never 0 in its stead
         pa.field("score", pa.float64()),  # the verifier's raw score, before shaping to the reward
@@ -71,7 +74,7 @@ TRAJECTORY = _schema(
 
 CONTINUATION = _schema(
     "continuation",
-    1,
+    2,
     [
         # One row is one member of a parked group; status may also be partial (no token yet: an empty response).
         *TRAJECTORY,
@@ -219,10 +222,24 @@ SCHEMAS: dict[str, pa.Schema] = {
     "event": EVENT,
 }
 
+
+def _first_version(schema: pa.Schema) -> pa.Schema:
+    """Return version 1 of trajectories and continuations: mask and token versions were told for every token."""
+    kind = schema.metadata[b"strawflow.kind"].decode()
+    required = ("loss_mask", "token_versions")
+    return _schema(kind, 1, [f.with_nullable(False) if f.name in required else f for f in schema])
+
+
+EARLIER: dict[str, tuple[pa.Schema, ...]] = {
+    "trajectory": (_first_version(TRAJECTORY),),
+    "continuation": (_first_version(CONTINUATION),),
+}
+"""Earlier versions that are read as they lie: their rows are rows of the present version too."""
+
 COMPRESSION: dict[str, str | None] = {
     "prompt": "zstd",
-    "trajectory": "lz4",
-    "continuation": "lz4",
+    "trajectory": None,
+    "continuation": None,
     "batch": None,
     "plan": "zstd",
     "journal": "zstd",
@@ -230,7 +247,8 @@ COMPRESSION: dict[str, str | None] = {
     "history": "zstd",
     "event": "zstd",
 }
-"""Buffer compression per kind: what is read once a step stays raw, what is kept for reading later is squeezed."""
+"""Buffer compression per kind: what a step reads stays raw, what is kept for reading later is squeezed. Token ids and
+log-probabilities shrink little (lz4: by a tenth to a third), and cost more time to squeeze than to write."""
 
 
 def schema_of(kind: str) -> pa.Schema:
@@ -248,10 +266,11 @@ def schema_of(kind: str) -> pa.Schema:
 
 
 def check_schema(schema: pa.Schema, kind: str, *, path: str) -> None:
-    """Raise IncompatibleFormatError when a stored schema is not the one this program reads."""
+    """Raise IncompatibleFormatError when a stored schema is none that this program reads."""
     expected = schema_of(kind)
     found = {k.decode(): v.decode() for k, v in (schema.metadata or {}).items()}
-    if found.get("strawflow.kind") != kind or not schema.equals(expected):
+    readable = (expected, *EARLIER.get(kind, ()))
+    if found.get("strawflow.kind") != kind or not any(schema.equals(known) for known in readable):
         raise IncompatibleFormatError(
             f"{path} holds {found.get('strawflow.kind')!r} version {found.get('strawflow.version')!r}, "
             f"expected {kind!r} version {expected.metadata[b'strawflow.version'].decode()!r}"

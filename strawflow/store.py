@@ -122,7 +122,7 @@ class Store:
 
         Our supervisor does this all the time; call it where none runs.
         """
-        num_units = rescue.declare_dead_processes_lost(self._run) + rescue.rescue_expired(self._run)
+        num_units = rescue.rescue_all(self._run)
         rescue.recover_packs(self._writer())
         return num_units
 

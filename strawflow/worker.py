@@ -9,22 +9,19 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
+from strawflow import clock
+from strawflow.flow import claim as claiming
 from strawflow.flow.claim import Grant, PromptShelf, grants_of
-from strawflow.flow.exchange import Answer, Submission
 from strawflow.flow.run import Run
 from strawflow.flow.session import WorkerSession
+from strawflow.flow.submission import Answer, Submission
 from strawflow.flow.trajectory import UnitResult
-from strawflow.ids import new_id
-from strawflow.index import leases
 from strawflow.index.leases import Failure, Wanted
 from strawflow.states import UnitState
-
-_POLL_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -57,19 +54,14 @@ class Worker:
             LeaseLostError: this worker's session was declared lost; open a new worker.
             StorageError: the index did not answer; nothing changed.
         """
-        deadline = time.monotonic() + wait_s
-        while True:
+
+        def look() -> list[Grant]:
             self._session.mark_progress()
-            run = self._session.run
-            with run.index.read() as connection:  # a look costs no write lock
-                is_any = leases.any_ready(connection, run.branch)
-            if is_any:
-                answer = self._submit(Submission(new_id("claim"), wanted=Wanted(limit, serving_version_id)))
-                if answer.granted:
-                    return grants_of(self._session, self._shelf, answer.granted)
-            if time.monotonic() >= deadline:
-                return []
-            time.sleep(min(_POLL_S, max(0.0, deadline - time.monotonic())))
+            return claiming.claim(
+                self._session, self._shelf, limit=limit, serving_version_id=serving_version_id
+            )
+
+        return clock.look_until_found(look, wait_s=wait_s)
 
     def complete(
         self,
@@ -91,9 +83,7 @@ class Worker:
             CommitUnknownError: repeat with the same submission id.
         """
         wanted = Wanted(claim, serving_version_id) if claim else None
-        answer = self._submit(
-            Submission(submission_id or new_id("submission"), results=results, wanted=wanted)
-        )
+        answer = self._submit(Submission(submission_id, results=results, wanted=wanted))
         return Settled(answer.accepted, answer.lost, grants_of(self._session, self._shelf, answer.granted))
 
     def park(self, progress: Sequence[UnitResult], *, submission_id: str | None = None) -> Settled:
@@ -101,7 +91,7 @@ class Worker:
 
         Raises as `complete` does.
         """
-        answer = self._submit(Submission(submission_id or new_id("submission"), parked=progress))
+        answer = self._submit(Submission(submission_id, parked=progress))
         return Settled(answer.parked, answer.lost, [])
 
     def fail(self, grant: Grant, error: str, *, retry_after_s: float = 0.0) -> UnitState | None:
@@ -110,12 +100,12 @@ class Worker:
         Returns the group's new state; None when it was given to another worker meanwhile.
         """
         failure = Failure(grant.unit_id, grant.fence, error, retry_after_s)
-        return self._submit(Submission(new_id("fail"), failures=[failure])).failed.get(grant.unit_id)
+        return self._submit(Submission(None, failures=[failure])).failed.get(grant.unit_id)
 
     def release(self, grants: Sequence[Grant]) -> int:
         """Give groups back unworked, the attempt refunded; returns how many were still held."""
-        keys = [(g.unit_id, g.fence) for g in grants]
-        return len(self._submit(Submission(new_id("release"), released=keys)).released) if keys else 0
+        self._session.mark_progress()
+        return claiming.release(self._session, grants)
 
     def mark_progress(self) -> None:
         """Tell the heartbeat that the work goes on; needed only when no call is made for ten minutes."""

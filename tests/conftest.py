@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from strawflow.cli.main import main
 from strawflow.testing.postgres import PostgresServer, running_server
+from strawflow.testing.runs import SmallRun, small_run
 
 
 @pytest.fixture(scope="session")
@@ -26,6 +28,18 @@ def index_url(request: pytest.FixtureRequest) -> str:
         return ""
     server: PostgresServer = request.getfixturevalue("postgres_server")
     return server.new_url()
+
+
+@pytest.fixture
+def settings(index_url: str) -> dict[str, str]:
+    """The settings of a run whose index is at `index_url`; a file that needs more of them adds its own to these."""
+    return {"run.index_url": index_url}
+
+
+@pytest.fixture
+def small(tmp_path: Path, settings: dict[str, str]) -> Iterator[SmallRun]:
+    with small_run(tmp_path, settings=settings) as made:
+        yield made
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 
 import fsspec
+
+from strawflow.testing.postgres import await_line
 
 
 @dataclass
@@ -51,20 +52,8 @@ def running_server() -> Iterator[S3Server]:
         text=True,
     )
     try:
-        yield S3Server(_endpoint(process))
+        line = await_line(process, "Running on http://", of="the S3 server")
+        yield S3Server(line.split("Running on ")[1].split()[0])
     finally:
         process.terminate()
         process.wait(timeout=60)
-
-
-def _endpoint(process: subprocess.Popen[str]) -> str:
-    assert process.stderr is not None
-    seen = []
-    for line in process.stderr:
-        seen.append(line)
-        if "Running on http://" in line:
-            # Drain what it says later: a full pipe would stop it.
-            threading.Thread(target=process.stderr.read, daemon=True).start()
-            return line.split("Running on ")[1].split()[0]
-    process.wait()
-    raise RuntimeError(f"the S3 server did not start:\n{''.join(seen)}")

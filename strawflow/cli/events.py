@@ -15,14 +15,14 @@ def events(
     name: Annotated[str, typer.Option(help="Only names that start so, e.g. `unit.`.")] = "",
     as_json: JsonFlag = False,
 ) -> None:
-    """Show what happened, newest first."""
+    """Show what happened, newest first, also what retention moved out of the index."""
     import json
 
     from strawflow.cli import output
-    from strawflow.index import events as index_events
+    from strawflow.flow.retire import latest_events
 
-    with opened(run) as found, found.index.read() as connection:
-        rows = index_events.latest(connection, limit=limit, name_prefix=name)
+    with opened(run) as found:
+        rows = latest_events(found, limit=limit, name_prefix=name)
     if as_json:
         output.print_json(rows)
         return

@@ -211,11 +211,7 @@ def reconcile(
     if as_json:
         output.print_json(collected)
     else:
-        output.print_table(
-            ("what", "which", "why", "bytes"),
-            [(item.what, item.subject, item.why, output.size(item.num_bytes)) for item in collected.items],
-            empty="packs and index match",
-        )
+        _print_items(collected, empty="packs and index match")
         print(
             "sweeping is allowed"
             if collected.done
@@ -231,16 +227,22 @@ def _print(collected: Collected, *, as_json: bool, empty: str) -> None:
     if as_json:
         output.print_json({**output.plain(collected), "num_bytes": collected.num_bytes})
         return
-    output.print_table(
-        ("what", "which", "why", "bytes"),
-        [(item.what, item.subject, item.why, output.size(item.num_bytes)) for item in collected.items],
-        empty=empty,
-    )
+    _print_items(collected, empty=empty)
     if not collected.items:
         return
     freed = output.size(collected.num_bytes)
     print(
         f"{freed} freed" if collected.done else f"{freed} would be freed; nothing was changed, --yes does it"
+    )
+
+
+def _print_items(collected: Collected, *, empty: str) -> None:
+    from strawflow.cli import output
+
+    output.print_table(
+        ("what", "which", "why", "bytes"),
+        [(item.what, item.subject, item.why, output.size(item.num_bytes)) for item in collected.items],
+        empty=empty,
     )
 
 

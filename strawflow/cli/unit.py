@@ -8,6 +8,7 @@ import typer
 
 from strawflow.cli.group import QuickGroup
 from strawflow.cli.options import JsonFlag, RunArgument, opened
+from strawflow.cli.worker import ForceFlag, fence_off
 
 if TYPE_CHECKING:
     from strawflow.flow.status import UnitDetail
@@ -118,21 +119,11 @@ def release(
     worker: Annotated[
         str, typer.Option("--worker", help="Session whose units are given back (`strawflow worker list`).")
     ],
-    force: Annotated[
-        bool, typer.Option("--force", help="Also if it seems to live; what it hands in later is refused.")
-    ] = False,
+    force: ForceFlag = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Give back what a dead worker holds, at once; refused for one that lives. Same as `worker fence`."""
-    from strawflow.cli import output
-    from strawflow.flow.fence import fence
-
-    with opened(run) as found:
-        num_units = fence(found, worker, force=force)
-    if as_json:
-        output.print_json({"worker": worker, "released": num_units})
-    else:
-        print(f"{num_units} units are ready again")
+    fence_off(run, worker, force=force, as_json=as_json)
 
 
 def _print(detail: UnitDetail) -> None:

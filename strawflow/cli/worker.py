@@ -17,6 +17,10 @@ import typer
 from strawflow.cli.group import QuickGroup
 from strawflow.cli.options import JsonFlag, RunArgument, run_folder
 
+ForceFlag = Annotated[
+    bool, typer.Option("--force", help="Also if it seems to live; what it hands in later is refused.")
+]
+
 ENTRY = "strawflow_workers.entry"
 
 NEEDS: dict[str, tuple[tuple[str, str], ...]] = {
@@ -148,18 +152,21 @@ def list_workers(
 def fence(
     run: RunArgument,
     session: Annotated[str, typer.Argument(help="Id of the worker session (`strawflow worker list`).")],
-    force: Annotated[
-        bool, typer.Option("--force", help="Also if it seems to live; what it hands in later is refused.")
-    ] = False,
+    force: ForceFlag = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Declare a worker lost at once: its units are ready again, its roles free, its late writes refused."""
+    fence_off(run, session, force=force, as_json=as_json)
+
+
+def fence_off(run: str, session: str, *, force: bool, as_json: bool) -> None:
+    """Fence a worker session off and say how many units that made ready."""
     from strawflow.cli import output
     from strawflow.cli.options import opened
-    from strawflow.flow.fence import fence as fence_worker
+    from strawflow.flow import fence as fencing
 
     with opened(run) as found:
-        num_units = fence_worker(found, session, force=force)
+        num_units = fencing.fence(found, session, force=force)
     if as_json:
         output.print_json({"worker": session, "released": num_units})
     else:

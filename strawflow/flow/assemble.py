@@ -23,6 +23,7 @@ from strawflow.flow.journal import Entry, EntryKind
 from strawflow.flow.placed import read_extents
 from strawflow.flow.run import Run
 from strawflow.flow.session import WorkerSession
+from strawflow.flow.trajectory import with_every_token
 from strawflow.ids import Extent, RowRange
 from strawflow.index import batches, consumers, events, leases, packs, units, weights
 from strawflow.index.batches import Batch, MicroBatchPlace, NewBatch
@@ -128,24 +129,40 @@ def steps_of_versions(session: WorkerSession, version_ids: Sequence[str]) -> dic
 
 
 def read_trajectories(session: WorkerSession, offered_units: Sequence[Unit]) -> dict[int, pa.RecordBatch]:
-    """Return each unit's trajectory rows.
+    """Return each unit's trajectory rows, mask and versions told for every token.
 
     Raises:
         CorruptPackError: stored bytes do not match their checksum.
     """
     ids = {u.unit_id: u.extent_id for u in offered_units if u.extent_id is not None}
-    whole = dict(read_extents(session.run, session.reader, ids.values()))
+    whole = {
+        extent_id: with_every_token(rows)
+        for extent_id, rows in read_extents(session.run, session.reader, ids.values())
+    }
     return {u.unit_id: whole[ids[u.unit_id]].slice(u.row_start, u.row_count) for u in offered_units}
 
 
 def requeue(session: WorkerSession, role: Role, unit_ids: Sequence[int], *, reason: str) -> None:
-    """Send offered units back to be sampled afresh, their stored trajectories unused."""
+    """Send offered units back to be sampled afresh, their stored trajectories unused.
+
+    What another consumer has given its fate keeps its trajectories: they are what that consumer trained and would replay.
+    For this one such a unit is dropped with the reason, and owed a replacement. The others are taken back from all.
+
+    Raises:
+        LeaseLostError: another session took over as assembler; nothing changed.
+        ConflictError: a batch was planned meanwhile; judge the units again.
+    """
     run = session.run
     with run.index.begin() as connection:
         consumers.require_role(connection, role)
-        consumers.withdraw(connection, run.branch, run.consumer, unit_ids)
-        for unit_id in unit_ids:
+        epochs = consumers.hold_unfated(connection, run.branch, unit_ids)
+        back = [unit_id for unit_id, epoch in epochs.items() if epoch is None]
+        consumers.withdraw_from_all(connection, run.branch, back)
+        for unit_id in back:
             units.requeue(connection, unit_id, reason=reason)
+    # crash here: those kept for another consumer are still offered, and judged again
+    kept = [(unit_id, epoch) for unit_id, epoch in epochs.items() if epoch is not None]
+    drop(session, role, [Assignment(epoch, unit_id, "dropped", reason) for unit_id, epoch in kept])
 
 
 def drop(session: WorkerSession, role: Role, dropped: Sequence[Assignment]) -> None:
@@ -153,6 +170,7 @@ def drop(session: WorkerSession, role: Role, dropped: Sequence[Assignment]) -> N
 
     Raises:
         LeaseLostError: another session took over as assembler; nothing changed.
+        ConflictError: a batch was planned, or a unit was taken back, meanwhile; nothing changed.
     """
     if not dropped:
         return
@@ -161,7 +179,17 @@ def drop(session: WorkerSession, role: Role, dropped: Sequence[Assignment]) -> N
     with journal.recorded(session, [entry]) as record, run.index.begin() as connection:
         consumers.require_role(connection, role)
         record.name(connection)
+        _withdraw(connection, run, [a.unit_id for a in dropped])
         _drop(connection, run, dropped, planned=planned)
+
+
+def _withdraw(connection: Connection, run: Run, unit_ids: Sequence[int]) -> None:
+    """Take offers away for fates that are about to be given; another consumer may have sent a unit back meanwhile."""
+    if consumers.withdraw(connection, run.branch, run.consumer, unit_ids) < len(unit_ids):
+        raise ConflictError(
+            f"a unit is not offered to consumer {run.consumer!r} any more: it has a fate, or was sent back to be sampled "
+            "afresh; judge the groups again"
+        )
 
 
 def _drop_entry(run: Run, role: Role, dropped: Sequence[Assignment]) -> tuple[Entry, int]:
@@ -181,7 +209,6 @@ def _drop_entry(run: Run, role: Role, dropped: Sequence[Assignment]) -> tuple[En
 def _drop(connection: Connection, run: Run, dropped: Sequence[Assignment], *, planned: int) -> None:
     if consumers.find(connection, run.branch, run.consumer).planned != planned:
         raise ConflictError("a batch was planned while units were dropped; judge them again")
-    consumers.withdraw(connection, run.branch, run.consumer, [a.unit_id for a in dropped])
     consumers.assign(connection, run.branch, run.consumer, dropped, batch_id=None, at_step=planned + 1)
     for a in dropped:
         events.record(connection, "unit.dropped", unit_id=a.unit_id, reason=a.reason)
@@ -269,8 +296,7 @@ def plan_batch(session: WorkerSession, role: Role, plan: BatchPlan) -> Batch:
                 ),
             ),
         )
-        unit_ids = [a.unit_id for a in plan.assignments]
-        consumers.withdraw(connection, run.branch, run.consumer, unit_ids)
+        _withdraw(connection, run, [a.unit_id for a in plan.assignments])
         consumers.assign(
             connection, run.branch, run.consumer, plan.assignments, batch_id=batch_id, at_step=plan.step
         )

@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ from strawflow.flow import journal
 from strawflow.flow.journal import Entry, EntryKind
 from strawflow.flow.run import ACTIVE_BRANCH, Run
 from strawflow.flow.session import WorkerSession
-from strawflow.ids import Extent
+from strawflow.ids import NAME_RULE, Extent, is_name
 from strawflow.index import (
     branches,
     checkpoints,
@@ -37,8 +36,6 @@ from strawflow.index.checkpoints import Checkpoint
 from strawflow.index.datasets import Cursor
 from strawflow.index.engine import Connection
 from strawflow.index.units import Carried
-
-_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,39}")
 
 
 @dataclass(frozen=True)
@@ -59,15 +56,13 @@ def create_branch(run: Run, *, checkpoint: str, name: str, reuse_trajectories: b
     """Start a branch from a checkpoint (its id, or its step on the run's branch) and make it the run's branch.
 
     Raises:
-        InvalidInputError: the name cannot be part of a folder name.
+        InvalidInputError: the name cannot be part of a folder name, or the checkpoint is another consumer's.
         AlreadyExistsError: there is a branch of that name.
-        NotFoundError: no such checkpoint, or its files were removed.
+        NotFoundError: no such checkpoint, or its files were removed, be it only now.
         ConflictError: a worker is at work, or the checkpoint was made before branches could start from it.
     """
-    if not _NAME.fullmatch(name):
-        raise InvalidInputError(
-            f"branch name {name!r}: use up to 40 of a-z, 0-9, - and _, beginning with a letter or digit"
-        )
+    if not is_name(name):
+        raise InvalidInputError(f"branch name {name!r}: {NAME_RULE}")
     with run.index.read() as connection:
         start = _find_checkpoint(connection, run, checkpoint)
         _require_startable(connection, start, name, own_session_id=None)
@@ -107,6 +102,8 @@ def _start(session: WorkerSession, start: Checkpoint, name: str, *, reuse: bool)
     with journal.recorded(session, [entry]) as record, run.index.begin() as connection:
         record.name(connection)
         _require_startable(connection, start, name, own_session_id=session.session_id)
+        if not checkpoints.hold_files(connection, start.checkpoint_id):
+            raise _files_are_gone(start)
         units.require_unused(connection, first_id)
         if _to_carry(connection, run, start, reuse=reuse) != carried:
             raise ConflictError(f"the run moved on while branch {name!r} was made; try again")
@@ -215,9 +212,18 @@ def _find_checkpoint(connection: Connection, run: Run, checkpoint: str) -> Check
         what = f"no checkpoint {checkpoint!r}"
     if found is None:
         raise NotFoundError(f"there is {what}; see `strawflow status`")
+    if found.consumer != run.consumer:
+        raise InvalidInputError(
+            f"checkpoint {found.checkpoint_id} is one of consumer {found.consumer!r}: a branch starts from one of "
+            f"{run.consumer!r}"
+        )
     if found.files_removed:
-        raise NotFoundError(f"the files of checkpoint {found.checkpoint_id} were removed by retention")
+        raise _files_are_gone(found)
     return found
+
+
+def _files_are_gone(start: Checkpoint) -> NotFoundError:
+    return NotFoundError(f"the files of checkpoint {start.checkpoint_id} were removed by retention")
 
 
 def inherit_cursors(

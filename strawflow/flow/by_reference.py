@@ -35,8 +35,10 @@ _RECORD = ("unit_id", "fence", "seq", "member", "segment")
 
 def plan_next(
     session: WorkerSession, role: Role, *, purpose: str, num_groups: int, at_least: int
-) -> Batch | None:
+) -> tuple[Batch, pa.Table] | None:
     """Plan the consumer's next step over up to `num_groups` completed groups; None while fewer than `at_least` wait.
+
+    Returns the batch and its trajectory rows, as `rows_of` would read them again.
 
     Raises:
         LeaseLostError: another session took over. ConflictError: the step was planned by another meanwhile.
@@ -63,7 +65,7 @@ def plan_next(
         version_ids=frozenset(_version_ids(rows)),
         records=records,
     )
-    return assemble.plan_batch(session, role, plan)
+    return assemble.plan_batch(session, role, plan), pa.Table.from_batches(rows, schema=TRAJECTORY)
 
 
 def rows_of(run: Run, reader: PackReader, batch: Batch) -> pa.Table:

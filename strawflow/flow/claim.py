@@ -11,11 +11,11 @@ import pyarrow as pa
 from strawflow import faults
 from strawflow.config import SamplingProfile
 from strawflow.flow import quota
-from strawflow.flow.exchange import Submission
 from strawflow.flow.placed import read_extent, read_rows
 from strawflow.flow.session import WorkerSession
-from strawflow.flow.trajectory import COMPLETE_SEQ, Member, UnitResult
-from strawflow.ids import RowRange, new_id
+from strawflow.flow.submission import Submission
+from strawflow.flow.trajectory import COMPLETE_SEQ, Member, UnitResult, with_every_token
+from strawflow.ids import RowRange
 from strawflow.index import datasets, leases, packs
 from strawflow.index.leases import Wanted
 from strawflow.index.units import Unit
@@ -40,7 +40,8 @@ class Grant:
     prompt: Prompt
     profile: SamplingProfile
     continuation: pa.RecordBatch | None = None
-    """What was saved when it was parked, one row per member (schema records.CONTINUATION); None for a fresh one."""
+    """What was saved when it was parked, one row per member (schema records.CONTINUATION, mask and versions told for every
+    token); None for a fresh one."""
 
     def result(
         self, members: Sequence[Member], *, prompt_tokens: Sequence[int] = (), engine: str = ""
@@ -60,12 +61,16 @@ class Grant:
 
 
 class PromptShelf:
-    """Reads prompt rows by (segment, position); segments are immutable, so their places are kept."""
+    """What a grant brings along beside its unit: prompt rows by (segment, position), and sampling settings by name.
+
+    Segments are immutable, so the places of their rows are kept.
+    """
 
     def __init__(self, session: WorkerSession) -> None:
         self._session = session
         self._places: dict[int, list[tuple[int, int]]] = {}
         self._columns: dict[int, list[pa.Array]] = {}
+        self.profiles = session.run.config.profiles()
 
     def read(self, segment_id: int, position: int) -> Prompt:
         places = self._places.get(segment_id)
@@ -109,17 +114,16 @@ def claim(
         if not leases.any_ready(connection, run.branch, purposes=purposes):
             return []
     wanted = Wanted(limit, serving_version_id, None if purposes is None else tuple(purposes))
-    answer = session.exchange.submit(Submission(new_id("claim"), wanted=wanted))
+    answer = session.exchange.submit(Submission(None, wanted=wanted))
     faults.at("rollout.after_claim")
     return grants_of(session, shelf, answer.granted)
 
 
 def grants_of(session: WorkerSession, shelf: PromptShelf, granted: Sequence[Unit]) -> list[Grant]:
     """Bring the prompts of granted units along, and what was saved of those that were parked."""
-    profiles = session.run.config.profiles()
     saved = _saved_progress(session, granted)
     return [
-        Grant(u, shelf.read(u.segment_id, u.position), profiles[u.profile], saved.get(u.unit_id))
+        Grant(u, shelf.read(u.segment_id, u.position), shelf.profiles[u.profile], saved.get(u.unit_id))
         for u in granted
     ]
 
@@ -131,8 +135,10 @@ def _saved_progress(session: WorkerSession, granted: Sequence[Unit]) -> dict[int
     with session.run.index.read() as connection:
         placed = packs.find_extents(connection, [u.extent_id for u in parked if u.extent_id is not None])
     return {
-        u.unit_id: read_rows(
-            session.run, session.reader, RowRange(placed[u.extent_id], u.row_start or 0, u.row_count or 0)
+        u.unit_id: with_every_token(
+            read_rows(
+                session.run, session.reader, RowRange(placed[u.extent_id], u.row_start or 0, u.row_count or 0)
+            )
         )
         for u in parked
         if u.extent_id is not None
@@ -144,4 +150,4 @@ def release(session: WorkerSession, grants: Sequence[Grant]) -> int:
     if not grants:
         return 0
     keys = [(g.unit_id, g.fence) for g in grants]
-    return len(session.exchange.submit(Submission(new_id("release"), released=keys)).released)
+    return len(session.exchange.submit(Submission(None, released=keys)).released)

@@ -25,7 +25,7 @@ from strawflow.flow import journal, quota
 from strawflow.flow.run import Run
 from strawflow.flow.session import WorkerSession
 from strawflow.flow.sweep import Collected, Item, drop_unnamed_rows, quiet_s, refuse_if_blocked
-from strawflow.ids import Extent, new_id
+from strawflow.ids import Extent
 from strawflow.index import events, liveness, packs, sessions
 from strawflow.index.liveness import PackUse
 from strawflow.packs.reader import PackReader
@@ -118,13 +118,7 @@ def _compact(session: WorkerSession, group: Group) -> list[Item]:
     sources = [use for use in group.sources if _keeps_bytes(run, reader, use)]
     if not sources:
         return []
-    path = f"packs/{group.kind}/{session.session_id}-compact-{new_id('pack')}.arrow"
-    with run.index.begin() as connection:
-        sessions.require_live(connection, session.session_id)
-        pack_id = packs.create(connection, kind=group.kind, path=path, session_id=session.session_id)
-    target = PackWriter(
-        run.root, pack_id=pack_id, path=path, kind=group.kind, durability=run.config.run.durability
-    )
+    target = session.pack_for_copies(group.kind, purpose="compact")
     try:
         moved = _copy(session, reader, sources, target)
         target.seal()

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 from strawflow import faults
 from strawflow.errors import LeaseLostError
-from strawflow.flow.exchange import Submission
 from strawflow.flow.session import WorkerSession
+from strawflow.flow.submission import Submission
 from strawflow.flow.trajectory import UnitResult
-from strawflow.ids import new_id
 from strawflow.index.leases import Failure
 from strawflow.states import UnitState
 
@@ -55,7 +54,7 @@ def fail(
         LeaseLostError: the fence was superseded.
     """
     failure = Failure(unit_id, fence, error, retry_after_s)
-    answer = session.exchange.submit(Submission(new_id("fail"), failures=[failure]))
+    answer = session.exchange.submit(Submission(None, failures=[failure]))
     if unit_id in answer.lost:
         raise LeaseLostError(
             f"the lease of unit {unit_id} was taken over; its error is not recorded",

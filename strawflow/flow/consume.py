@@ -3,6 +3,9 @@
     checkpoint: files durable ▸ [C] ▸ journal entry durable ▸ transaction(checkpoint row + consumer position) ▸ [D]
 
 C: files without a row are never loaded. D: committed; a restart goes on from it.
+
+A line (branch, consumer) has at most one checkpoint a step; folder and id hold both names, so that no consumer comes upon
+another's files.
 """
 
 from __future__ import annotations
@@ -14,17 +17,18 @@ from typing import Any
 import pyarrow as pa
 
 from strawflow import clock, faults
-from strawflow.errors import ConflictError, CorruptPackError, NotFoundError
+from strawflow.errors import ConflictError, CorruptPackError, InvalidInputError, NotFoundError
 from strawflow.flow import journal
 from strawflow.flow.journal import Entry, EntryKind
 from strawflow.flow.placed import read_extent
-from strawflow.flow.run import Run
+from strawflow.flow.run import TRAINER, Run
 from strawflow.flow.session import WorkerSession
-from strawflow.ids import checkpoint_id
+from strawflow.ids import NAME_RULE, checkpoint_id, is_name
 from strawflow.index import batches, checkpoints, consumers, datasets, events, packs, weights
 from strawflow.index.batches import Batch, MicroBatchPlace
 from strawflow.index.checkpoints import Checkpoint
 from strawflow.index.consumers import Role
+from strawflow.index.engine import Connection
 from strawflow.packs.reader import PackReader
 from strawflow.weights.verify import MANIFEST
 
@@ -44,8 +48,8 @@ class Resumption:
 def take_over(session: WorkerSession) -> Resumption | None:
     """Become the consumer's trainer; None while another live session is.
 
-    In the same transaction every weight version later than the newest checkpoint dies: engines stop loading it, and what
-    was sampled from it waits for the replay to arrive at equal weights.
+    In the same transaction every weight version that the consumer published later than the newest checkpoint dies: engines
+    stop loading it, and what was sampled from it waits for the replay to arrive at equal weights.
     """
     run = session.run
     with run.index.begin() as connection:
@@ -53,16 +57,42 @@ def take_over(session: WorkerSession) -> Resumption | None:
         if role is None:
             return None
         newest = checkpoints.newest(connection, run.branch, run.consumer)
-        weights.kill_after(connection, run.branch, step=0 if newest is None else newest.step)
+        if _publishes(connection, run):
+            weights.kill_after(connection, run.branch, step=0 if newest is None else newest.step)
         return Resumption(role, newest)
 
 
-def ensure_consumer(session: WorkerSession, *, purposes: Collection[str]) -> None:
-    """Create the consumer the session is of, unless it exists; it is offered every completed unit of its purposes."""
-    run = session.run
+def _publishes(connection: Connection, run: Run) -> bool:
+    """Tell whether the branch's weights are this consumer's: one that only reads batches leaves them alone."""
+    # Earlier programs did not write down whose weights they published: they are taken for the trainer's.
+    return run.consumer in (consumers.publishers(connection, run.branch) or {TRAINER})
+
+
+def require_consumer_name(run: Run) -> None:
+    """Refuse to make a consumer whose name cannot be part of a folder name; one that is there keeps its name.
+
+    Raises:
+        InvalidInputError: the name is none.
+    """
+    if not is_name(run.consumer) and not _is_there(run):
+        raise InvalidInputError(f"consumer name {run.consumer!r}: {NAME_RULE}")
+
+
+def _is_there(run: Run) -> bool:
     with run.index.read() as connection:
-        if any(c.consumer == run.consumer for c in consumers.listed(connection, run.branch)):
-            return
+        return any(c.consumer == run.consumer for c in consumers.listed(connection, run.branch))
+
+
+def ensure_consumer(session: WorkerSession, *, purposes: Collection[str]) -> None:
+    """Create the consumer the session is of, unless it exists; it is offered every completed unit of its purposes.
+
+    Raises:
+        InvalidInputError: its name cannot be part of a folder name.
+    """
+    run = session.run
+    require_consumer_name(run)
+    if _is_there(run):
+        return
     body = {"consumer": run.consumer, "purposes": sorted(purposes), "position": 0}
     entry = Entry(EntryKind.CONSUMER, run.branch, body)
     with journal.recorded(session, [entry]) as record, run.index.begin() as connection:
@@ -125,9 +155,13 @@ def record_step(session: WorkerSession, role: Role, *, step: int, metrics: dict[
         )
 
 
+def _checkpoint_id(role: Role, step: int) -> str:
+    return checkpoint_id(role.branch_id, role.role.partition(":")[2], fence=role.fence, step=step)
+
+
 def checkpoint_path(role: Role, step: int) -> str:
-    """Return where the checkpoint of this step and fence lies, relative to the run."""
-    return f"checkpoints/{checkpoint_id(role.branch_id, role.fence, step)}"
+    """Return where the checkpoint of this consumer, step and fence lies, relative to the run."""
+    return f"checkpoints/{_checkpoint_id(role, step)}"
 
 
 def stands_for(run: Run, role: Role, *, step: int) -> dict[str, Any]:
@@ -159,26 +193,30 @@ def commit_checkpoint(
 ) -> Checkpoint:
     """Commit a checkpoint whose files are durable, together with the consumer position it stands for.
 
-    Its submission id is the checkpoint's own (branch, fence, step): repeating it after a lost reply gives the same
-    answer, other content under it is a conflict.
+    Its submission id is the checkpoint's own (branch, consumer, fence, step): repeating it after a lost reply gives the
+    same answer, other content under it is a conflict.
 
     Raises:
         LeaseLostError: another session took over as trainer; the files stay unnamed.
-        ConflictError: the committed position is not `previous_step`, or other content was committed under this id.
+        ConflictError: the committed position is not `previous_step`, or the step has a checkpoint of other content or of
+            an earlier session.
         NotFoundError: the folder has no manifest: it is no complete checkpoint.
     """
     run = session.run
     faults.at("checkpoint.after_files")
     with run.index.read() as connection:
-        known = checkpoints.find(connection, checkpoint_id(run.branch, role.fence, step))
+        known = checkpoints.of_step(connection, run.branch, run.consumer, step)
         if known is not None:
-            if known.state_digest != state_digest:
-                raise ConflictError(f"checkpoint {known.checkpoint_id} was committed with other content")
+            if (known.fence, known.state_digest) != (role.fence, state_digest):
+                raise ConflictError(
+                    f"step {step} of consumer {run.consumer!r} has a checkpoint with other content or of an earlier "
+                    f"session: {known.checkpoint_id}"
+                )
             return known
         batch = batches.require(connection, run.branch, run.consumer, step)
         cursors, last_unit_id = datasets.standing(connection, run.branch)
     checkpoint = Checkpoint(
-        checkpoint_id=checkpoint_id(run.branch, role.fence, step),
+        checkpoint_id=_checkpoint_id(role, step),
         branch_id=run.branch,
         consumer=run.consumer,
         step=step,

@@ -4,8 +4,9 @@
 
 A: bytes without a row are an orphan. B: the retry carries the same submission id and gets the same receipt.
 
-1. Group commit: while one window (append, sync, transaction) is in flight, arrivals gather for the next and share it; a
-   lone caller never waits. Completing units and claiming the next are one transaction.
+1. Group commit: while one window (append, sync, transaction) is in flight, arrivals gather for the next and share it.
+   The next waits a moment for callers that were just answered and are about to come again, as long as they do; a lone
+   caller never waits. Completing units and claiming the next are one transaction.
 2. A lost lease or a conflict is the answer of its own submission and touches no other. If the shared transaction fails
    otherwise, its submissions are run one by one.
 3. Each submission has an id: a repetition gets the first receipt, other content under it is a ConflictError. When the
@@ -17,21 +18,22 @@ A: bytes without a row are an orphan. B: the retry carries the same submission i
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import TYPE_CHECKING, Any
-
-import xxhash
 
 from strawflow import faults
 from strawflow.config import RunConfig
 from strawflow.errors import CommitUnknownError, ConflictError, InvalidInputError, LeaseLostError
 from strawflow.flow import quota
+from strawflow.flow.submission import Answer, Submission
 from strawflow.flow.trajectory import UnitResult, to_record_batch
 from strawflow.ids import Extent
 from strawflow.index import consumers, events, leases, packs, receipts, sessions, units, weights
 from strawflow.index.events import Event
-from strawflow.index.leases import Failure, Key, Outcome, Wanted
+from strawflow.index.leases import Outcome, Wanted
 from strawflow.index.prepared import Transaction
 from strawflow.index.receipts import Receipt
 from strawflow.index.units import Unit
@@ -43,69 +45,8 @@ if TYPE_CHECKING:
 MAX_WINDOW_UNITS = 4096
 """Units settled in one window; the rest waits for the next, so that a transaction stays short."""
 
-
-@dataclass(frozen=True)
-class Submission:
-    """What one caller hands in: results, progress to park with, failures, leases given back, and what it wants next."""
-
-    submission_id: str
-    results: Sequence[UnitResult] = ()
-    parked: Sequence[UnitResult] = ()
-    failures: Sequence[Failure] = ()
-    released: Sequence[Key] = ()
-    wanted: Wanted | None = None
-
-    def unit_ids(self) -> list[int]:
-        settled = [r.unit_id for r in self.results] + [p.unit_id for p in self.parked]
-        return settled + [f.unit_id for f in self.failures] + [unit_id for unit_id, _ in self.released]
-
-    def check(self) -> None:
-        """Raise InvalidInputError when a member breaks promise P9 or P10, or a unit is handed in twice."""
-        for result in (*self.results, *self.parked):
-            result.check()
-        settled = self.unit_ids()
-        if len(set(settled)) != len(settled):
-            raise InvalidInputError("one submission settles a unit twice", submission_id=self.submission_id)
-
-    def content_digest(self) -> bytes:
-        """Return an xxh3-128 of everything handed in."""
-        state = xxhash.xxh3_128()
-        for name, results in (("complete", self.results), ("park", self.parked)):
-            for result in results:
-                state.update(f"{name},{result.unit_id},{result.fence},{result.seq};".encode())
-                for m in result.members:
-                    state.update(f"{m.member},{m.status},{m.reward},{m.failure},{m.finish_reason};".encode())
-                    state.update(m.token_array.data)
-                    state.update(m.logprob_array.data)
-        wanted = None if self.wanted is None else (self.wanted.limit, self.wanted.purposes)
-        state.update(repr((list(self.failures), list(self.released), wanted)).encode())
-        return state.digest()
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What became of a submission, by unit id."""
-
-    accepted: tuple[int, ...] = ()
-    parked: tuple[int, ...] = ()
-    failed: dict[int, UnitState] = field(default_factory=dict)
-    """New state of each unit whose attempt ended with an error."""
-    released: tuple[int, ...] = ()
-    lost: tuple[int, ...] = ()
-    """Units whose lease had been taken over: what was handed in for them is nobody's result."""
-    granted: tuple[Unit, ...] = ()
-
-    def receipt(self) -> dict[str, Any]:
-        """Return it as the index keeps it: short, without what is empty."""
-        whole = {
-            "accepted": self.accepted,
-            "parked": self.parked,
-            "failed": [[unit_id, state.value] for unit_id, state in self.failed.items()],
-            "released": self.released,
-            "lost": self.lost,
-            "granted": [[u.unit_id, u.fence] for u in self.granted],
-        }
-        return {name: value for name, value in whole.items() if value}
+_PATIENCE = 0.5
+"""For which share of a window's time the next one waits for the callers just answered."""
 
 
 @dataclass(eq=False)
@@ -113,11 +54,17 @@ class _Part:
     """One caller's share of a window."""
 
     submission: Submission
+    submission_id: str
     digest: bytes
     wakeup: Any = field(default_factory=threading.Lock)
     answer: Answer | None = None
     error: BaseException | None = None
     leads: bool = False
+
+    @property
+    def is_first(self) -> bool:
+        """Whether nothing can have been answered under its id before."""
+        return self.submission.submission_id is None
 
     @property
     def is_settled(self) -> bool:
@@ -143,7 +90,13 @@ class Exchange:
         self._lock = threading.Lock()
         self._queue: list[_Part] = []
         self._is_busy = False
+        self._came = threading.Condition(self._lock)
+        self._company = 1
+        """How many callers were about when the last window ended: those it answered and those who waited."""
+        self._awaited = 0
+        self._patience_s = self._ended_at = 0.0
         self._steps: dict[str, int] = {}
+        self._numbers = count()
         self.num_windows = self.num_submissions = 0
 
     def submit(self, submission: Submission) -> Answer:
@@ -159,7 +112,7 @@ class Exchange:
         submission.check()
         self._gauge.watch()
         self._learn_versions(submission)
-        part = _Part(submission, submission.content_digest())
+        part = self._part(submission)
         if self._enter(part):
             self._lead(part)
         if part.error is not None:
@@ -167,13 +120,20 @@ class Exchange:
         assert part.answer is not None
         return part.answer
 
+    def _part(self, submission: Submission) -> _Part:
+        if submission.submission_id is None:
+            return _Part(submission, f"{self._session.session_id}-{next(self._numbers)}", b"")
+        return _Part(submission, submission.submission_id, submission.content_digest())
+
     def _enter(self, part: _Part) -> bool:
         """Queue up; True when this caller is to run a window, False when another one settled the part."""
         with self._lock:
             self._queue.append(part)
             if not self._is_busy:
-                self._is_busy = True
+                self._is_busy = part.leads = True
                 return True
+            if 0 < self._awaited <= len(self._queue):
+                self._came.notify()
             part.wakeup.acquire()
         try:
             part.wakeup.acquire()  # until a leader settles the part, or makes it the next leader
@@ -183,7 +143,7 @@ class Exchange:
         return not part.is_settled
 
     def _leave(self, part: _Part) -> None:
-        """An interrupted waiter takes its work back if nobody has begun on it."""
+        """An interrupted caller takes its work back if nobody has begun on it, and hands the lead on if it has it."""
         with self._lock:
             if part in self._queue:
                 self._queue.remove(part)
@@ -198,8 +158,14 @@ class Exchange:
             self._is_busy = False
 
     def _lead(self, own: _Part) -> None:
-        with self._lock:
-            window = self._take_window()
+        try:
+            with self._lock:
+                self._gather()
+                window = self._take_window()
+        except BaseException:
+            self._leave(own)
+            raise
+        started_at = time.monotonic()
         try:
             self._run(window)
         except BaseException as error:
@@ -213,7 +179,23 @@ class Exchange:
                 for part in window:
                     if part is not own:
                         part.wakeup.release()
+                self._ended_at = time.monotonic()
+                self._patience_s = (self._ended_at - started_at) * _PATIENCE
+                self._company = len(window) + len(self._queue)
                 self._pass_on()
+
+    def _gather(self) -> None:
+        """Wait for the callers that were about a moment ago: together they cost one sync instead of two.
+
+        Without it, threads that call again at once fall into two halves that take turns and never share a window.
+        """
+        latest = self._ended_at + self._patience_s
+        self._awaited = min(self._company, MAX_WINDOW_UNITS)
+        try:
+            while len(self._queue) < self._awaited and (left_s := latest - time.monotonic()) > 0:
+                self._came.wait(left_s)
+        finally:
+            self._awaited = 0
 
     def _take_window(self) -> list[_Part]:
         """Take what waits, up to the size of a window; two submissions about one unit never share one."""
@@ -224,10 +206,10 @@ class Exchange:
         for part in self._queue:
             unit_ids = part.submission.unit_ids()
             fits = not window or len(seen) + len(unit_ids) <= MAX_WINDOW_UNITS
-            if fits and seen.isdisjoint(unit_ids) and part.submission.submission_id not in ids:
+            if fits and seen.isdisjoint(unit_ids) and part.submission_id not in ids:
                 window.append(part)
                 seen.update(unit_ids)
-                ids.add(part.submission.submission_id)
+                ids.add(part.submission_id)
             else:
                 later.append(part)
         self._queue = later
@@ -285,41 +267,35 @@ class Exchange:
     ) -> list[Answer | ConflictError]:
         session_id = self._session.session_id
         # First: what was answered before is answered again, also to a session that was lost since.
-        known = receipts.find_many(transaction, [p.submission.submission_id for p in window])
+        known = receipts.find_many(transaction, [p.submission_id for p in window if not p.is_first])
         if len(known) == len(window):
-            return [self._repeated(transaction, known[p.submission.submission_id], p) for p in window]
+            return self._all_repeated(transaction, known, window)
         named = [e for e in (stored.results, stored.parked) if e is not None]
         if named:  # holds the session's row as well
             named = packs.name_extents(transaction, named, session_id=session_id)
         else:
             sessions.require_live(transaction, session_id)
-        fresh = [p.submission for p in window if p.submission.submission_id not in known]
+        fresh = [p for p in window if p.submission_id not in known]
         ids = {e.kind: e.extent_id for e in named}
         answers = self._answer(transaction, fresh, ids, stored)
-        receipts.store(
-            transaction,
-            [
-                Receipt(p.submission.submission_id, "exchange", p.digest, answers[i].receipt())
-                for p in window
-                if (i := p.submission.submission_id) in answers
-            ],
-        )
+        receipts.store(transaction, _receipts_of(window, answers))
         _record(transaction, session_id, list(answers.values()))
         return [
-            answers[p.submission.submission_id]
-            if p.submission.submission_id in answers
-            else self._repeated(transaction, known[p.submission.submission_id], p)
+            answers[p.submission_id]
+            if p.submission_id in answers
+            else self._repeated(transaction, known[p.submission_id], p)
             for p in window
         ]
 
     def _answer(
         self,
         transaction: Transaction,
-        fresh: Sequence[Submission],
+        parts: Sequence[_Part],
         extent_ids: dict[str, int],
         stored: _Stored,
     ) -> dict[str, Answer]:
         session_id = self._session.session_id
+        fresh = [part.submission for part in parts]
         completed = parked = released = frozenset[int]()
         results = [r for s in fresh for r in s.results]
         if results:
@@ -338,18 +314,19 @@ class Exchange:
         )
         if keys := [key for s in fresh for key in s.released]:
             released = frozenset(leases.release(transaction, session_id, keys))
-        granted = self._grant(transaction, fresh)
+        granted = self._grant(transaction, parts)
         settled = completed | parked | released | failed.keys()
         return {
-            s.submission_id: Answer(
+            part.submission_id: Answer(
                 accepted=tuple(r.unit_id for r in s.results if r.unit_id in completed),
                 parked=tuple(p.unit_id for p in s.parked if p.unit_id in parked),
                 failed={f.unit_id: failed[f.unit_id] for f in s.failures if f.unit_id in failed},
                 released=tuple(unit_id for unit_id, _ in s.released if unit_id in released),
                 lost=tuple(unit_id for unit_id in s.unit_ids() if unit_id not in settled),
-                granted=granted.get(s.submission_id, ()),
+                granted=granted.get(part.submission_id, ()),
             )
-            for s in fresh
+            for part in parts
+            for s in [part.submission]
         }
 
     def _outcome(self, result: UnitResult, extent_id: int, stored: _Stored) -> Outcome:
@@ -361,19 +338,20 @@ class Exchange:
             extent_id=extent_id,
             row_start=start,
             row_count=count,
-            version_step=min((self._steps[v] for v in result.versions()), default=0),
+            version_step=min((self._steps[v] for v in result.versions), default=0),
             mean_reward=result.mean_reward,
             num_tokens=result.num_tokens,
         )
 
-    def _grant(self, transaction: Transaction, fresh: Sequence[Submission]) -> dict[str, tuple[Unit, ...]]:
+    def _grant(self, transaction: Transaction, parts: Sequence[_Part]) -> dict[str, tuple[Unit, ...]]:
         """Claim for all who want the same kind of units at once, and share out in the order they came."""
         granted: dict[str, tuple[Unit, ...]] = {}
         asking: dict[tuple[str | None, tuple[str, ...] | None], list[tuple[str, int]]] = {}
-        for s in fresh:
-            if s.wanted is not None and s.wanted.limit > 0:
-                key = (s.wanted.serving_version_id, s.wanted.purposes)
-                asking.setdefault(key, []).append((s.submission_id, s.wanted.limit))
+        for part in parts:
+            wanted = part.submission.wanted
+            if wanted is not None and wanted.limit > 0:
+                key = (wanted.serving_version_id, wanted.purposes)
+                asking.setdefault(key, []).append((part.submission_id, wanted.limit))
         run = self._session.run
         if asking and self._gauge.is_short():
             return {}
@@ -388,8 +366,8 @@ class Exchange:
                 Wanted(limit, version, purposes),
                 incarnation=self._session.incarnation,
             )
-            for submission_id, count in askers:
-                granted[submission_id], claimed = tuple(claimed[:count]), claimed[count:]
+            for submission_id, limit in askers:
+                granted[submission_id], claimed = tuple(claimed[:limit]), claimed[limit:]
         return granted
 
     def _room(self, transaction: Transaction, purposes: tuple[str, ...] | None) -> int:
@@ -404,9 +382,7 @@ class Exchange:
 
     def _learn_versions(self, submission: Submission) -> None:
         """Look up the step of every weight version not met before; a version keeps its step for ever."""
-        new = {
-            v for r in (*submission.results, *submission.parked) for v in r.versions()
-        } - self._steps.keys()
+        new = {v for r in (*submission.results, *submission.parked) for v in r.versions} - self._steps.keys()
         if not new:
             return
         with self._session.run.index.read() as connection:
@@ -418,6 +394,11 @@ class Exchange:
                     submission_id=submission.submission_id,
                 )
             self._steps[version_id] = version.step
+
+    def _all_repeated(
+        self, transaction: Transaction, known: Mapping[str, Receipt], window: Sequence[_Part]
+    ) -> list[Answer | ConflictError]:
+        return [self._repeated(transaction, known[p.submission_id], p) for p in window]
 
     def _repeated(self, transaction: Transaction, known: Receipt, part: _Part) -> Answer | ConflictError:
         """Return the first answer; grants only as far as they are still held."""
@@ -437,19 +418,44 @@ class Exchange:
         )
 
     def _read_back(self, window: list[_Part]) -> list[Answer | ConflictError]:
-        """Learn what a commit without an answer did; what it did not do is done now.
+        """Learn from the receipts what a commit without an answer did.
 
         Raises:
-            CommitUnknownError: the index does not answer; the callers repeat with the same submission ids.
+            CommitUnknownError: it did nothing, or the index does not answer; the callers repeat with the same ids.
         """
         try:
             with self._session.run.index.direct() as transaction:
-                known = receipts.find_many(transaction, [p.submission.submission_id for p in window])
+                known = _expanded(receipts.find_many(transaction, [p.submission_id for p in window]))
                 if len(known) == len(window):
-                    return [self._repeated(transaction, known[p.submission.submission_id], p) for p in window]
+                    return self._all_repeated(transaction, known, window)
         except Exception as error:  # any failure here leaves the outcome as unknown as it was
             raise CommitUnknownError(f"the outcome could not be read back: {error}") from error
         raise CommitUnknownError("the commit did not take place; repeat with the same submission id")
+
+
+_WINDOW = "window"
+
+
+def _receipts_of(window: Sequence[_Part], answers: Mapping[str, Answer]) -> list[Receipt]:
+    """Return a receipt for each answer; those that only the exchange will ask for stand together in one."""
+    told = {i: answers[i].receipt() for p in window if (i := p.submission_id) in answers}
+    first = [i for p in window if p.is_first and (i := p.submission_id) in told]
+    alone = [
+        Receipt(i, "exchange", p.digest, told[i])
+        for p in window
+        if not p.is_first and (i := p.submission_id) in told
+    ]
+    return [*alone, Receipt(first[0], _WINDOW, b"", {i: told[i] for i in first})] if first else alone
+
+
+def _expanded(known: Mapping[str, Receipt]) -> dict[str, Receipt]:
+    expanded: dict[str, Receipt] = {}
+    for receipt in known.values():
+        if receipt.verb == _WINDOW:
+            expanded.update({i: Receipt(i, "exchange", b"", told) for i, told in receipt.answer.items()})
+        else:
+            expanded[receipt.submission_id] = receipt
+    return expanded
 
 
 def _record(transaction: Transaction, session_id: str, answers: Sequence[Answer]) -> None:

@@ -23,7 +23,6 @@ from strawflow.flow.assemble import NO_DIGEST
 from strawflow.flow.found_packs import FoundPacks, Loss
 from strawflow.flow.journal import EntryKind, ExtentRef, StoredEntry
 from strawflow.flow.journal_choice import Line, Manifest, PlanChain
-from strawflow.ids import checkpoint_id
 from strawflow.index import batches, consumers, datasets, reconstruction, units
 from strawflow.index.consumers import Assignment, Consumer
 from strawflow.index.engine import Connection
@@ -73,6 +72,7 @@ class Lines:
         for entry in mine:
             head = entry.head
             values = {name: head[name] for name in ("version_id", "step", "fence", "path", "digest")}
+            consumers.note_publisher(self.connection, branch_id, head["consumer"])
             self.num_weights += reconstruction.add_weights(
                 self.connection,
                 {
@@ -278,8 +278,13 @@ class Lines:
             if choice.is_contradicted(step, fence, resumed) or fence < by_step.get(step, (0, {}))[0]:
                 continue
             by_step[step] = fence, values
-        if newest is not None and by_step.get(newest.step, (0, {}))[1].get("path") != newest.path:
-            by_step[newest.step] = newest.fence, _of_manifest(newest)
+        if newest is not None:
+            fence, told = by_step.get(newest.step, (0, {}))
+            is_same = (fence, told.get("state_digest")) == (newest.fence, newest.state_digest)
+            if is_same or told.get("path") == newest.path:
+                told["path"] = newest.path  # its folder may be a copy put in the place of a lost one
+            else:
+                by_step[newest.step] = newest.fence, _of_manifest(newest)
         for step, (_, values) in sorted(by_step.items()):
             stored = batches.find(self.connection, *line, step)
             if step > position or stored is None or stored.digest != values["batch_digest"]:
@@ -351,9 +356,12 @@ _CHECKPOINT = frozenset(
 
 
 def _of_manifest(manifest: Manifest) -> dict[str, Any]:
-    """Return the row of a checkpoint that was written and not committed: no branch can start from it."""
+    """Return the row of a checkpoint that was written and not committed: no branch can start from it.
+
+    A checkpoint's folder is called like the checkpoint, by this program as by earlier ones whose ids hold no consumer.
+    """
     return {
-        "checkpoint_id": checkpoint_id(manifest.branch_id, manifest.fence, manifest.step),
+        "checkpoint_id": Path(manifest.path).name,
         "branch_id": manifest.branch_id,
         "consumer": manifest.consumer,
         "step": manifest.step,

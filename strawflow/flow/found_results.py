@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from strawflow.flow.trajectory import NOT_SAMPLED
+from strawflow.flow.trajectory import NOT_SAMPLED, with_every_token
 
 _ALIGNED = ("response_tokens", "loss_mask", "logprobs", "token_versions")
 
@@ -69,6 +69,7 @@ def groups_of(rows: pa.RecordBatch) -> Iterator[FoundGroup]:
 
 def _is_sound(rows: pa.RecordBatch) -> np.ndarray[Any, Any]:
     """Tell for each row whether its parallel arrays agree and a failure is told as one."""
+    rows = with_every_token(rows)
     lengths = [_lengths(rows, name) for name in _ALIGNED]
     sound = np.logical_and.reduce([lengths[0] == other for other in lengths[1:]])
     sound &= _all_of_row(rows, "logprobs", np.isfinite)

@@ -208,7 +208,6 @@ class PlanChain:
         self._by_digest: dict[tuple[int, str], StoredEntry] = {}
         self._following: dict[tuple[int, str], list[StoredEntry]] = defaultdict(list)
         self._void: dict[str, int] = {}
-        self._highest = step
         for entry in entries:
             head = entry.head
             if (entry.branch_id, head.get("consumer")) != line:
@@ -221,7 +220,6 @@ class PlanChain:
                 same = self._by_digest.get((at, head["digest"]), entry)
                 self._by_digest[at, head["digest"]] = max(entry, same, key=_authority)
                 self._following[at, head["previous"]].append(entry)
-                self._highest = max(self._highest, at)
 
     def up_to(self, step: int, digest: str) -> list[StoredEntry] | None:
         """Return the batches from the start to this one; None when they do not lead there."""
@@ -252,11 +250,6 @@ class PlanChain:
                 return
             yield best
             step, digest = step + 1, str(best.head["digest"])
-
-    @property
-    def highest_step(self) -> int:
-        """Highest step that any entry plans."""
-        return self._highest
 
 
 def units_of_plan(entry: StoredEntry) -> list[int]:

@@ -104,6 +104,7 @@ def _publish(session: WorkerSession, role: Role, version: NewVersion) -> bool:
                 path=weights_path(version.version_id),
                 digest=version.digest,
             )
+            consumers.note_publisher(connection, run.branch, run.consumer)
             if evaluation:
                 _admit_evaluation(connection, run, version, evaluation, first_id=first_id)
     except _AdmitAgainError:

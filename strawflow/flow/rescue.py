@@ -12,7 +12,6 @@ from strawflow.errors import CorruptPackError
 from strawflow.flow import journal
 from strawflow.flow.run import Run
 from strawflow.flow.session import WorkerSession
-from strawflow.ids import new_id
 from strawflow.index import events, leases, packs, quarantine, sessions, weights
 from strawflow.index.packs import Pack
 from strawflow.packs.salvage import CorruptExtent, salvage
@@ -53,6 +52,11 @@ def declare_dead_processes_lost(run: Run) -> int:
     return sum(declare_lost(run, s.session_id, reason=f"its process {s.pid} is gone") for s in gone)
 
 
+def rescue_all(run: Run) -> int:
+    """Declare lost every session whose process is gone or whose lease expired; returns how many units came back."""
+    return declare_dead_processes_lost(run) + rescue_expired(run)
+
+
 def pids_of_lost_sessions(run: Run) -> set[int]:
     """Return processes of this machine that live on though their session was declared lost."""
     with run.index.read() as connection:
@@ -79,13 +83,7 @@ def _recover(session: WorkerSession, pack: Pack) -> bool:
     corrupt: tuple[CorruptExtent, ...] = ()
     target: PackWriter | None = None
     if extents:
-        path = f"packs/{pack.kind}/{session.session_id}-salvage-{new_id('pack')}.arrow"
-        with run.index.begin() as connection:
-            sessions.require_live(connection, session.session_id)
-            pack_id = packs.create(connection, kind=pack.kind, path=path, session_id=session.session_id)
-        target = PackWriter(
-            run.root, pack_id=pack_id, path=path, kind=pack.kind, durability=run.config.run.durability
-        )
+        target = session.pack_for_copies(pack.kind, purpose="salvage")
         salvaged = salvage(run.root, extents, target=target)
         moved, corrupt = salvaged.moved, salvaged.corrupt
         if corrupt:

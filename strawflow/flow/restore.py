@@ -19,9 +19,7 @@ from pathlib import Path
 
 from strawflow.errors import AlreadyExistsError, CorruptPackError
 from strawflow.flow.backup import Manifest, read_manifest, table_batches, verify
-from strawflow.flow.index_place import SWEEP_BLOCKED as SWEEP_BLOCKED
-from strawflow.flow.index_place import Found as Found
-from strawflow.flow.index_place import Target, fill, lose_everyone
+from strawflow.flow.index_place import SWEEP_BLOCKED, Found, Target, fill, lose_everyone
 from strawflow.flow.index_place import look as look_at
 from strawflow.flow.reconstruct import Reconstruction, begin_incarnation, reconstruct
 from strawflow.index import dump, events, meta

@@ -13,7 +13,9 @@ Which steps are old enough is flow.retain's part.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import pyarrow as pa
@@ -141,7 +143,7 @@ def history_rows(leaving: Iterable[LeavingUnit]) -> pa.RecordBatch:
 
 def find_retired(run: Run, unit_id: int) -> dict[str, Any] | None:
     """Return what the history holds of a unit, None if it holds nothing; reads pack after pack, the newest first."""
-    for rows in history(run, newest_first=True):
+    for rows in moved_rows(run, "history", newest_first=True):
         found = rows.filter(pc.equal(rows.column("unit_id"), unit_id))
         if found.num_rows:
             row: dict[str, Any] = found.to_pylist()[0]
@@ -151,7 +153,7 @@ def find_retired(run: Run, unit_id: int) -> dict[str, Any] | None:
 
 def fates_in_history(run: Run, branch_id: str, consumer: str) -> Iterator[tuple[int, str]]:
     """Yield (unit id, outcome) of the retired units of a branch for one consumer."""
-    for rows in history(run):
+    for rows in moved_rows(run, "history"):
         of_branch = rows.filter(pc.equal(rows.column("branch_id"), branch_id))
         for row in of_branch.select(["unit_id", "consumers", "outcomes"]).to_pylist():
             for name, outcome in zip(row["consumers"], row["outcomes"], strict=True):
@@ -159,14 +161,13 @@ def fates_in_history(run: Run, branch_id: str, consumer: str) -> Iterator[tuple[
                     yield row["unit_id"], outcome
 
 
-def history(run: Run, *, newest_first: bool = False) -> Iterator[pa.RecordBatch]:
-    """Yield the rows of all retired units (schema records.HISTORY), in the order they left."""
+def moved_rows(run: Run, kind: str, *, newest_first: bool = False) -> Iterator[pa.RecordBatch]:
+    """Yield what left the index for packs of a kind, in the order it left; each piece keeps its own order."""
     with run.index.read() as connection:
-        ids = liveness.extent_ids_of_kind(connection, "history")
-    reader = PackReader(run.root)
-    for extent_id in reversed(ids) if newest_first else ids:
-        yield from (rows for _, rows in read_extents(run, reader, [extent_id]))
-    reader.close()
+        ids = liveness.extent_ids_of_kind(connection, kind)
+    with closing(PackReader(run.root)) as reader:
+        for extent_id in reversed(ids) if newest_first else ids:
+            yield from (rows for _, rows in read_extents(run, reader, [extent_id]))
 
 
 # ---- receipts and events
@@ -199,6 +200,24 @@ def move_events(session: WorkerSession, *, before_ms: int) -> list[Item]:
         if _move(session, "event", rows, lambda c, ids=ids: retention.remove_events(c, ids) == len(ids)):  # type: ignore[misc]
             total += len(old)
     return [rows_item("events", "moved to packs of kind event", total)] if total else []
+
+
+def latest_events(run: Run, *, limit: int, name_prefix: str = "") -> list[dict[str, Any]]:
+    """Return the newest events first: those of the index, then those that were moved to packs."""
+    with run.index.read() as connection:
+        found = events.latest(connection, limit=limit, name_prefix=name_prefix)
+    if len(found) < limit:
+        # The index has one as well that was moved just now, or that a restore brought back; ids begin anew with a rebuild.
+        told = {(event["event_id"], event["at"]) for event in found}
+        older = (e for e in _moved_events(run, name_prefix) if (e["event_id"], e["at"]) not in told)
+        found += islice(older, limit - len(found))
+    return found
+
+
+def _moved_events(run: Run, name_prefix: str) -> Iterator[dict[str, Any]]:
+    for rows in moved_rows(run, "event", newest_first=True):
+        wanted = rows.filter(pc.starts_with(rows.column("name"), name_prefix))
+        yield from map(events.shown, reversed(wanted.to_pylist()))
 
 
 # ---- what is said

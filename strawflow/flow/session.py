@@ -20,9 +20,10 @@ from strawflow.flow.exchange import Exchange
 from strawflow.flow.journal import ChecksumLog
 from strawflow.flow.run import Run
 from strawflow.ids import new_id
-from strawflow.index import leases, meta, packs, sessions, weights
+from strawflow.index import leases, packs, sessions, weights
 from strawflow.packs.reader import PackReader
 from strawflow.packs.store import PackCreated, PackSealed, PackStore
+from strawflow.packs.writer import PackWriter
 
 log = logging.getLogger(__name__)
 
@@ -43,8 +44,9 @@ class WorkerSession:
         self._lost = threading.Event()
         requested_at = clock.uptime_s()
         with run.index.begin() as connection:
-            sessions.start(connection, self.session_id, kind=kind, ttl_s=run.config.lease.ttl_s)
-            self.incarnation = meta.incarnation(connection)
+            self.incarnation = sessions.start(
+                connection, self.session_id, kind=kind, ttl_s=run.config.lease.ttl_s
+            )
         self._trusted = self._trust_from(requested_at)
         self.packs = PackStore(
             run.root,
@@ -70,6 +72,17 @@ class WorkerSession:
                 "this worker's session was lost (late heartbeat, or taken back); it must start again",
                 session_id=self.session_id,
             )
+
+    def pack_for_copies(self, kind: str, *, purpose: str) -> PackWriter:
+        """Create a pack of its own for extents of other packs; the caller seals it and names what lies in it.
+
+        Raises:
+            LeaseLostError: the session was declared lost. StorageError: the file cannot be created.
+        """
+        path = f"packs/{kind}/{self.session_id}-{purpose}-{new_id('pack')}.arrow"
+        pack_id = self._name_pack(PackCreated(kind, path, self.session_id))
+        durability = self.run.config.run.durability
+        return PackWriter(self.run.root, pack_id=pack_id, path=path, kind=kind, durability=durability)
 
     def end(self) -> None:
         """Seal the packs and end the session: a clean drain."""

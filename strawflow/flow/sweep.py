@@ -44,7 +44,8 @@ REFERENCE_AGE_S = 1.5 * STALL_S
 
 _CHUNK = 2000
 _FOLDERS = ("checkpoints", "weights")
-_OF_TRAINER = re.compile(r"\.?[cv]\d+-.+-f(\d+)(-[0-9a-f]+)?(\.partial-[0-9a-f]+)?")
+# A version's digest may look like a fence: it is the last part of the name and belongs to weights only.
+_OF_TRAINER = re.compile(r"\.?(?:c\d+-.+-f(?P<c>\d+)|v\d+-.+-f(?P<v>\d+)-[0-9a-f]+)(?:\.partial-[0-9a-f]+)?")
 
 
 @dataclass(frozen=True)
@@ -238,7 +239,7 @@ def _folders(run: Run) -> Iterator[Item]:
     for path in found:
         name = str(path.relative_to(run.root))
         matched = _OF_TRAINER.fullmatch(path.name)
-        may_be_named = matched is None or int(matched[1]) in told.trainer_fences
+        may_be_named = matched is None or int(matched["c"] or matched["v"]) in told.trainer_fences
         if name in told.kept or (may_be_named and name not in told.removed):
             continue
         if _is_old(path, run.config.storage.sweep_grace_s):

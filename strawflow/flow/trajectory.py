@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from strawflow.config import SamplingProfile
 from strawflow.errors import InvalidInputError
-from strawflow.flow.columns import constant, lists, maybe, numbers, same
+from strawflow.flow.columns import constant, lists, lists_or_null, maybe, numbers, offsets, same
 from strawflow.records import schema_of
 
 NOT_SAMPLED = -1
@@ -52,6 +53,17 @@ class Member:
         if isinstance(self.token_versions, str):
             return (self.token_versions,) if self.token_versions and len(self.response_tokens) else ()
         return tuple(sorted({v for v in self.token_versions if v}))
+
+    @cached_property
+    def version_places(self) -> np.ndarray[Any, Any] | None:
+        """Each token's place in `versions`, int32; None where one version sampled all, or none any."""
+        versions = self.versions
+        if isinstance(self.token_versions, str) or not versions:
+            return None
+        if len(versions) == 1 and "" not in self.token_versions:
+            return None
+        place = {version: at for at, version in enumerate(versions)}
+        return np.array([place.get(version, NOT_SAMPLED) for version in self.token_versions], np.int32)
 
     @cached_property
     def token_array(self) -> np.ndarray[Any, Any]:
@@ -124,45 +136,58 @@ class UnitResult:
         rewards = [m.reward for m in self.members if m.reward is not None]
         return sum(rewards) / len(rewards) if rewards else None
 
-    def versions(self) -> set[str]:
-        return {version for m in self.members for version in m.versions}
+    @cached_property
+    def versions(self) -> frozenset[str]:
+        """The distinct weight versions among all tokens."""
+        return frozenset(version for m in self.members for version in m.versions)
 
 
 def to_record_batch(results: Sequence[UnitResult], *, kind: str = "trajectory") -> pa.RecordBatch:
     """Return the rows of several units, unit after unit, member after member; `kind` is trajectory or continuation.
 
     Results are taken as checked (`UnitResult.check`).
+
+    Raises:
+        InvalidInputError: they are more than the lists of one record batch can hold.
     """
-    schema = schema_of(kind)
-    rows = [(result, member) for result in results for member in result.members]
+    members = [member for result in results for member in result.members]
     of_units = _UnitColumns(results)
+    prompts = of_units.spread([np.asarray(r.prompt_tokens, np.int32) for r in results])
+    responses = offsets([len(m.token_array) for m in members])
+    num = len(members)
     columns: dict[str, Callable[[pa.DataType], pa.Array]] = {
-        "unit_id": lambda t: numbers(of_units.spread(lambda r: r.unit_id), t),
-        "fence": lambda t: numbers(of_units.spread(lambda r: r.fence), t),
-        "seq": lambda t: numbers(of_units.spread(lambda r: r.seq), t),
-        "member": lambda t: numbers([m.member for _, m in rows], t),
-        "segment": lambda t: constant(0, t, len(rows)),
+        "unit_id": lambda t: of_units.numbers(lambda r: r.unit_id, t),
+        "fence": lambda t: of_units.numbers(lambda r: r.fence, t),
+        "seq": lambda t: of_units.numbers(lambda r: r.seq, t),
+        "member": lambda t: numbers([m.member for m in members], t),
+        "segment": lambda t: constant(0, t, num),
         "purpose": lambda t: of_units.shared(lambda r: r.profile.purpose, t),
-        "status": lambda t: same([m.status for _, m in rows], t),
-        "failure": lambda t: maybe([m.failure for _, m in rows], t),
-        "prompt_tokens": lambda t: lists([np.asarray(r.prompt_tokens, np.int32) for r, _ in rows], t),
-        "response_tokens": lambda t: lists([m.token_array for _, m in rows], t),
-        "loss_mask": lambda t: lists([_ones(len(m.response_tokens)) for _, m in rows], t),
-        "logprobs": lambda t: lists([m.logprob_array for _, m in rows], t),
-        "token_versions": lambda t: lists([_places(m) for _, m in rows], t),
-        "weight_versions": lambda t: same([m.versions for _, m in rows], t),
-        "reward": lambda t: maybe([m.reward for _, m in rows], t),
-        "score": lambda t: maybe([m.score for _, m in rows], t),
-        "response_text": lambda t: maybe([m.response_text for _, m in rows], t),
-        "finish_reason": lambda t: same([m.finish_reason for _, m in rows], t),
+        "status": lambda t: same([m.status for m in members], t),
+        "failure": lambda t: maybe([m.failure for m in members], t),
+        "prompt_tokens": lambda t: lists(prompts, t, offsets([len(p) for p in prompts])),
+        "response_tokens": lambda t: lists([m.token_array for m in members], t, responses),
+        "loss_mask": lambda t: constant(None, t, num),
+        "logprobs": lambda t: lists([m.logprob_array for m in members], t, responses),
+        "token_versions": lambda t: lists_or_null([m.version_places for m in members], t),
+        "weight_versions": lambda t: same([m.versions for m in members], t),
+        "reward": lambda t: maybe([m.reward for m in members], t),
+        "score": lambda t: maybe([m.score for m in members], t),
+        "response_text": lambda t: maybe([m.response_text for m in members], t),
+        "finish_reason": lambda t: same([m.finish_reason for m in members], t),
         "temperature": lambda t: of_units.shared(lambda r: r.profile.temperature, t),
         "top_p": lambda t: of_units.shared(lambda r: r.profile.top_p, t),
-        "top_k": lambda t: constant(-1, t, len(rows)),
+        "top_k": lambda t: constant(-1, t, num),
         "max_response_tokens": lambda t: of_units.shared(lambda r: r.profile.max_response_tokens, t),
         "engine": lambda t: of_units.shared(lambda r: r.engine, t),
-        "environment": lambda t: maybe([m.environment for _, m in rows], t),
+        "environment": lambda t: maybe([m.environment for m in members], t),
     }
-    return pa.RecordBatch.from_arrays([columns[f.name](f.type) for f in schema], schema=schema)
+    arrays = [columns[name](dtype) for name, dtype in _fields(kind)]
+    return pa.RecordBatch.from_arrays(arrays, schema=schema_of(kind))
+
+
+@cache
+def _fields(kind: str) -> list[tuple[str, pa.DataType]]:
+    return [(field.name, field.type) for field in schema_of(kind)]
 
 
 class _UnitColumns:
@@ -172,38 +197,43 @@ class _UnitColumns:
         self._results = results
         self._counts = [len(r.members) for r in results]
 
-    def spread(self, get: Callable[[UnitResult], Any]) -> list[Any]:
-        return [
-            value
-            for r, n in zip(self._results, self._counts, strict=True)
-            for value in [get(r)]
-            for _ in range(n)
-        ]
+    def spread(self, values: Sequence[Any]) -> list[Any]:
+        return [value for value, n in zip(values, self._counts, strict=True) for _ in range(n)]
+
+    def numbers(self, get: Callable[[UnitResult], int], dtype: pa.DataType) -> pa.Array:
+        return numbers(self.spread([get(r) for r in self._results]), dtype)
 
     def shared(self, get: Callable[[UnitResult], Any], dtype: pa.DataType) -> pa.Array:
         """Return a column that is nearly always the same value in every row."""
-        values = {get(r) for r in self._results}
-        if len(values) == 1:
-            return constant(values.pop(), dtype, sum(self._counts))
-        return pa.array(self.spread(get), dtype)
+        values = [get(r) for r in self._results]
+        first = values[0]
+        if all(value == first for value in values):
+            return constant(first, dtype, sum(self._counts))
+        return pa.array(self.spread(values), dtype)
 
 
-_ONES = np.ones(65536, np.int8)
-_ZEROS = np.zeros(65536, np.int32)
+def with_every_token(rows: pa.RecordBatch) -> pa.RecordBatch:
+    """Return rows of kind trajectory or continuation whose mask and versions are told for every token, none null.
+
+    int8 mask: 1 = trained. int32 places in weight_versions: -1 (`NOT_SAMPLED`) where no weights sampled the token.
+    """
+    lengths = np.asarray(pc.list_value_length(rows.column("response_tokens")))
+    is_sampled = np.asarray(pc.list_value_length(rows.column("weight_versions"))) > 0
+    columns = rows.columns
+    for name, filler in (
+        ("loss_mask", np.ones(len(lengths), np.int8)),
+        ("token_versions", np.where(is_sampled, np.int32(0), np.int32(NOT_SAMPLED))),
+    ):
+        place = rows.schema.get_field_index(name)
+        if columns[place].null_count:
+            columns[place] = _filled(columns[place], lengths, filler)
+    return pa.RecordBatch.from_arrays(columns, schema=rows.schema)
 
 
-def _ones(count: int) -> np.ndarray[Any, Any]:
-    return _ONES[:count] if count <= len(_ONES) else np.ones(count, np.int8)
-
-
-def _places(member: Member) -> np.ndarray[Any, Any]:
-    """Return each token's place in the member's distinct versions."""
-    num_tokens = len(member.response_tokens)
-    if isinstance(member.token_versions, str):
-        if not member.token_versions:
-            return np.full(num_tokens, NOT_SAMPLED, np.int32)
-        return _ZEROS[:num_tokens] if num_tokens <= len(_ZEROS) else np.zeros(num_tokens, np.int32)
-    if len(member.versions) == 1 and "" not in member.token_versions:  # nearly always: one sampled it all
-        return _ZEROS[:num_tokens] if num_tokens <= len(_ZEROS) else np.zeros(num_tokens, np.int32)
-    place = {version: at for at, version in enumerate(member.versions)}
-    return np.array([place.get(version, NOT_SAMPLED) for version in member.token_versions], np.int32)
+def _filled(column: pa.Array, lengths: np.ndarray[Any, Any], filler: np.ndarray[Any, Any]) -> pa.Array:
+    """Return a list column with each null as `lengths` times its row's filler."""
+    values = np.repeat(filler, lengths)
+    if column.null_count < len(column):
+        is_told = np.repeat(np.asarray(column.is_valid()), lengths)
+        values[is_told] = np.asarray(column.drop_null().flatten())
+    return lists([values], column.type, offsets(lengths.tolist()))

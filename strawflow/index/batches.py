@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
@@ -14,6 +15,7 @@ from strawflow.errors import NotFoundError
 from strawflow.index import branches, meta
 from strawflow.index import tables as t
 from strawflow.index.engine import unused_id
+from strawflow.index.prepared import Prepared
 from strawflow.states import BatchState
 
 
@@ -108,23 +110,29 @@ def insert(connection: Connection, batch: NewBatch) -> int:
     return batch_id
 
 
-def _batch(row: sa.Row[tuple[object, ...]]) -> Batch:
-    values = dict(row._mapping)  # the public row mapping of SQLAlchemy
-    values["state"] = BatchState(str(values["state"]))
-    values["denominators"] = tuple(json.loads(str(values["denominators"])))
-    return Batch(**values)  # type: ignore[arg-type]
+_COLUMN_NAMES = tuple(Batch.__dataclass_fields__)
+_COLUMNS = [t.batches.c[name] for name in _COLUMN_NAMES]
+_STATE_AT, _DENOMINATORS_AT = _COLUMN_NAMES.index("state"), _COLUMN_NAMES.index("denominators")
+_FIND = Prepared(
+    f"SELECT {', '.join(_COLUMN_NAMES)} FROM batches WHERE branch_id = :branch_id AND consumer = :consumer AND step = :step"
+)
+
+
+def _batch(row: Sequence[Any]) -> Batch:
+    values = list(row)
+    values[_STATE_AT] = BatchState(values[_STATE_AT])
+    values[_DENOMINATORS_AT] = tuple(json.loads(values[_DENOMINATORS_AT]))
+    return Batch(*values)
 
 
 def find(connection: Connection, branch_id: str, consumer: str, step: int) -> Batch | None:
     """Return the batch of a step on the branch's line."""
-    row = connection.execute(
-        sa.select(t.batches).where(
-            branches.seen(connection, t.batches, branch_id),
-            t.batches.c.consumer == consumer,
-            t.batches.c.step == step,
-        )
-    ).first()
-    return None if row is None else _batch(row)
+    for stretch in branches.lineage(connection, branch_id):
+        if stretch.up_to_step is None or step <= stretch.up_to_step:
+            rows = _FIND.rows(connection, branch_id=stretch.branch_id, consumer=consumer, step=step)
+            if rows:
+                return _batch(rows[0])
+    return None
 
 
 def require(connection: Connection, branch_id: str, consumer: str, step: int) -> Batch:
@@ -142,7 +150,7 @@ def require(connection: Connection, branch_id: str, consumer: str, step: int) ->
 def listed(connection: Connection, branch_id: str, consumer: str) -> list[Batch]:
     """Return the batches on the branch's line in step order."""
     rows = connection.execute(
-        sa.select(t.batches)
+        sa.select(*_COLUMNS)
         .where(branches.seen(connection, t.batches, branch_id), t.batches.c.consumer == consumer)
         .order_by(t.batches.c.step)
     )

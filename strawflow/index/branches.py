@@ -15,6 +15,7 @@ from sqlalchemy.engine import Connection
 from strawflow import clock
 from strawflow.errors import NotFoundError
 from strawflow.index import tables as t
+from strawflow.index.prepared import Prepared
 
 
 @dataclass(frozen=True)
@@ -54,9 +55,14 @@ def create(
     )
 
 
+_FIND = Prepared(
+    "SELECT branch_id, parent_id, from_checkpoint_id, from_step, created_at FROM branches WHERE branch_id = :branch_id"
+)
+
+
 def find(connection: Connection, branch_id: str) -> Branch | None:
-    row = connection.execute(sa.select(t.branches).where(t.branches.c.branch_id == branch_id)).first()
-    return None if row is None else Branch(**row._mapping)
+    rows = _FIND.rows(connection, branch_id=branch_id)
+    return Branch(*rows[0]) if rows else None
 
 
 def listed(connection: Connection) -> list[Branch]:

@@ -12,6 +12,7 @@ from sqlalchemy.engine import Connection
 from strawflow import clock
 from strawflow.index import branches
 from strawflow.index import tables as t
+from strawflow.index.engine import share_rows
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,26 @@ def find(connection: Connection, checkpoint_id: str) -> Checkpoint | None:
         sa.select(t.checkpoints).where(t.checkpoints.c.checkpoint_id == checkpoint_id)
     ).first()
     return None if row is None else Checkpoint(**row._mapping)
+
+
+def of_step(connection: Connection, branch_id: str, consumer: str, step: int) -> Checkpoint | None:
+    """Return the checkpoint that a consumer committed of a step on this very branch, whether its files are kept or not."""
+    c = t.checkpoints.c
+    row = connection.execute(
+        sa.select(t.checkpoints).where(c.branch_id == branch_id, c.consumer == consumer, c.step == step)
+    ).first()
+    return None if row is None else Checkpoint(**row._mapping)
+
+
+def hold_files(connection: Connection, checkpoint_id: str) -> bool:
+    """Keep a checkpoint's files from being given up until this transaction ends; False if they were already.
+
+    Whoever gives them up locks the row exclusively first. After a wait for that, PostgreSQL asks the condition again of
+    what the row has become.
+    """
+    c = t.checkpoints.c
+    kept = sa.select(c.step).where(c.checkpoint_id == checkpoint_id, c.files_removed.is_(False))
+    return connection.execute(share_rows(kept, connection)).first() is not None
 
 
 def listed(connection: Connection, branch_id: str, consumer: str) -> list[Checkpoint]:

@@ -23,7 +23,7 @@ from strawflow.index import tables as t
 from strawflow.index.engine import insert_unless_there, lock_rows
 from strawflow.index.leases import FENCES_PER_INCARNATION
 from strawflow.index.prepared import Prepared, Transaction, rows_value
-from strawflow.index.units import COLUMNS, Unit, to_unit
+from strawflow.index.units import COLUMN_NAMES, COLUMNS, Unit, to_unit
 from strawflow.states import SessionState
 
 
@@ -198,30 +198,28 @@ def num_waiting(
     return int(rows[0][0])
 
 
-def withdraw(connection: Connection, branch_id: str, consumer: str, unit_ids: Iterable[int]) -> int:
+_WITHDRAW = Prepared(
+    "DELETE FROM offers WHERE branch_id = :branch_id AND consumer = :consumer "
+    "AND unit_id IN (SELECT CAST(r.value AS BIGINT) FROM {each})"
+)
+_OFFERED_UNITS = Prepared(
+    f"SELECT {', '.join(f'units.{name}' for name in COLUMN_NAMES)} FROM offers JOIN units ON units.unit_id = offers.unit_id "
+    "WHERE offers.branch_id = :branch_id AND offers.consumer = :consumer AND offers.purpose = :purpose "
+    "ORDER BY offers.version_step, offers.unit_id LIMIT :num_units"
+)
+
+
+def withdraw(transaction: Transaction, branch_id: str, consumer: str, unit_ids: Iterable[int]) -> int:
     """Take offers back; returns how many there were."""
-    done = connection.execute(
-        sa.delete(t.offers).where(
-            t.offers.c.branch_id == branch_id,
-            t.offers.c.consumer == consumer,
-            t.offers.c.unit_id.in_(list(unit_ids)),
-        )
-    )
-    return int(done.rowcount)
+    return _WITHDRAW.count(transaction, branch_id=branch_id, consumer=consumer, rows=rows_value(unit_ids))
 
 
-def offered(connection: Connection, branch_id: str, consumer: str, *, purpose: str, limit: int) -> list[Unit]:
+def offered(
+    transaction: Transaction, branch_id: str, consumer: str, *, purpose: str, limit: int
+) -> list[Unit]:
     """Return completed units before this consumer: oldest weight version first, then first in."""
-    rows = connection.execute(
-        sa.select(*COLUMNS)
-        .join(t.offers, t.offers.c.unit_id == t.units.c.unit_id)
-        .where(
-            t.offers.c.branch_id == branch_id,
-            t.offers.c.consumer == consumer,
-            t.offers.c.purpose == purpose,
-        )
-        .order_by(t.offers.c.version_step, t.offers.c.unit_id)
-        .limit(limit)
+    rows = _OFFERED_UNITS.rows(
+        transaction, branch_id=branch_id, consumer=consumer, purpose=purpose, num_units=limit
     )
     return [to_unit(row) for row in rows]
 
@@ -359,6 +357,21 @@ def _advance(
         )
 
 
+_PUBLISHED = "published/"
+
+
+def note_publisher(connection: Connection, branch_id: str, consumer: str) -> None:
+    """Write down that a consumer publishes the branch's weights."""
+    if not tallies.value(connection, branch_id, _PUBLISHED + consumer):
+        tallies.add(connection, branch_id, _PUBLISHED + consumer, 1)
+
+
+def publishers(connection: Connection, branch_id: str) -> set[str]:
+    """Return the consumers that published weights on this very branch, as far as programs wrote it down."""
+    found = tallies.starting_with(connection, branch_id, _PUBLISHED)
+    return {name.removeprefix(_PUBLISHED) for name in found}
+
+
 def num_offered(connection: Connection, branch_id: str, consumer: str) -> dict[str, int]:
     """Return {purpose: completed units waiting for this consumer}."""
     rows = connection.execute(
@@ -418,6 +431,28 @@ def num_dropped_after(
             )
         ).scalar_one()
     )
+
+
+def hold_unfated(connection: Connection, branch_id: str, unit_ids: Collection[int]) -> dict[int, int | None]:
+    """Return {unit: its epoch if any consumer has given it a fate, else None}, and keep the others without one.
+
+    Whoever gives a unit a fate first takes its offer away, so the offers of all consumers are held until the transaction
+    ends; they are looked at before the fates, in statements of their own.
+    """
+    o, a = t.offers.c, t.assignments.c
+    wanted = sorted(unit_ids)
+    offers = sa.select(o.unit_id).where(o.branch_id == branch_id, o.unit_id.in_(wanted))
+    in_order = offers.order_by(o.consumer, o.purpose, o.version_step, o.unit_id)
+    connection.execute(lock_rows(in_order, connection)).all()
+    fates = sa.select(a.unit_id, a.epoch).where(a.branch_id == branch_id, a.unit_id.in_(wanted))
+    found = {row.unit_id: row.epoch for row in connection.execute(fates)}
+    return {unit_id: found.get(unit_id) for unit_id in wanted}
+
+
+def withdraw_from_all(connection: Connection, branch_id: str, unit_ids: Collection[int]) -> None:
+    """Take units back from every consumer that they are offered to."""
+    o = t.offers.c
+    connection.execute(sa.delete(t.offers).where(o.branch_id == branch_id, o.unit_id.in_(sorted(unit_ids))))
 
 
 def fates_of(

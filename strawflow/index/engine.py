@@ -230,13 +230,6 @@ def now(connection: Connection) -> sa.ColumnElement[float]:
     return sa.literal(clock.uptime_s(), sa.Float)
 
 
-def skip_locked(statement: sa.Select[Any], connection: Connection) -> sa.Select[Any]:
-    """Lock the selected rows, passing over those another transaction holds (SQLite holds the whole file already)."""
-    if connection.dialect.name == "postgresql":
-        return statement.with_for_update(skip_locked=True)
-    return statement
-
-
 def lock_rows(
     statement: sa.Select[Any], connection: Connection, *, of: sa.Table | None = None
 ) -> sa.Select[Any]:

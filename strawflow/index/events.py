@@ -58,18 +58,16 @@ def record_many(transaction: Transaction, happened: Iterable[Event]) -> None:
         _RECORD.count(transaction, at_ms=clock.wall_ms(), rows=rows_value(rows))
 
 
-def _shown(rows: Iterable[sa.Row[Any]]) -> list[dict[str, Any]]:
-    return [
-        {
-            "event_id": r.event_id,
-            "at": clock.shown(r.at_ms),
-            "name": r.name,
-            "session_id": r.session_id,
-            "unit_id": r.unit_id,
-            "facts": json.loads(r.facts),
-        }
-        for r in rows
-    ]
+def shown(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row of the log, or of kind event, as people read it."""
+    return {
+        "event_id": row["event_id"],
+        "at": clock.shown(row["at_ms"]),
+        "name": row["name"],
+        "session_id": row["session_id"],
+        "unit_id": row["unit_id"],
+        "facts": json.loads(row["facts"]),
+    }
 
 
 def latest(connection: Connection, *, limit: int, name_prefix: str = "") -> list[dict[str, Any]]:
@@ -77,7 +75,7 @@ def latest(connection: Connection, *, limit: int, name_prefix: str = "") -> list
     statement = sa.select(t.events).order_by(t.events.c.event_id.desc()).limit(limit)
     if name_prefix:
         statement = statement.where(t.events.c.name.startswith(name_prefix, autoescape=True))
-    return _shown(connection.execute(statement))
+    return [shown(dict(row._mapping)) for row in connection.execute(statement)]
 
 
 def count_by_name(connection: Connection) -> dict[str, int]:
@@ -100,4 +98,4 @@ def of_unit(connection: Connection, unit_id: int, *, limit: int) -> list[dict[st
         .order_by(e.event_id.desc())
         .limit(limit)
     )
-    return _shown(rows)
+    return [shown(dict(row._mapping)) for row in rows]

@@ -147,7 +147,6 @@ _COMPLETE = Prepared(
     f"UPDATE units SET state = 'completed', session_id = NULL, last_error = NULL, {_POINTS} "
     f"FROM {{each}} WHERE {_HELD_BEFORE} RETURNING units.unit_id"
 )
-_PROGRESS = Prepared(f"UPDATE units SET {_POINTS} FROM {{each}} WHERE {_HELD_BEFORE} RETURNING units.unit_id")
 _PARK = Prepared(
     "UPDATE units SET state = 'ready', session_id = NULL, claim_class = 0, "
     "scheduling_key = CAST(r.value->>6 AS BIGINT), parks = parks + 1, attempts = attempts - 1, "
@@ -224,12 +223,6 @@ def complete(transaction: Transaction, session_id: str, outcomes: Iterable[Outco
     """Store the results of held units; returns the units it was done for, the others' leases were lost."""
     rows = rows_value(o.row() for o in outcomes)
     return {row[0] for row in _COMPLETE.rows(transaction, session_id=session_id, rows=rows)}
-
-
-def save_progress(transaction: Transaction, session_id: str, outcomes: Iterable[Outcome]) -> set[int]:
-    """Point held units at what was generated so far; returns the units it was done for."""
-    rows = rows_value(o.row() for o in outcomes)
-    return {row[0] for row in _PROGRESS.rows(transaction, session_id=session_id, rows=rows)}
 
 
 def park(transaction: Transaction, session_id: str, outcomes: Iterable[Outcome]) -> set[int]:

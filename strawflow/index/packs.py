@@ -20,7 +20,7 @@ from strawflow.ids import Extent
 from strawflow.index import tables as t
 from strawflow.index.engine import lock_rows, now
 from strawflow.index.pins import PinKind, is_pinned
-from strawflow.index.prepared import Prepared, Transaction
+from strawflow.index.prepared import Prepared, Transaction, rows_value
 from strawflow.states import PackState, SessionState
 
 
@@ -170,12 +170,16 @@ def _extent(row: sa.Row[*tuple[Any, ...]]) -> Extent:
     )
 
 
-_PLACED_OR_NOT = _PLACED.add_columns(t.quarantine.c.reason).outerjoin(
-    t.quarantine, t.quarantine.c.extent_id == t.extents.c.extent_id
+_FIND_EXTENTS = Prepared(
+    "SELECT extents.extent_id, extents.pack_id, packs.kind, packs.path, "
+    'extents."offset", extents.length, extents.num_rows, extents.digests, quarantine.reason '
+    "FROM {each} JOIN extents ON extents.extent_id = CAST(r.value AS BIGINT) "
+    "JOIN packs ON packs.pack_id = extents.pack_id "
+    "LEFT JOIN quarantine ON quarantine.extent_id = extents.extent_id"
 )
 
 
-def find_extents(connection: Connection, extent_ids: Iterable[int]) -> dict[int, Extent]:
+def find_extents(transaction: Transaction, extent_ids: Iterable[int]) -> dict[int, Extent]:
     """Return where each extent lies now.
 
     Raises:
@@ -184,27 +188,28 @@ def find_extents(connection: Connection, extent_ids: Iterable[int]) -> dict[int,
     """
     wanted = sorted(set(extent_ids))
     found: dict[int, Extent] = {}
-    for at in range(0, len(wanted), 500):  # stays under SQLite's limit of bound values
-        chunk = wanted[at : at + 500]
-        for row in connection.execute(_PLACED_OR_NOT.where(t.extents.c.extent_id.in_(chunk))):
-            if row.reason is not None:
-                raise _quarantined(row)
-            found[row.extent_id] = _extent(row)
+    for extent_id, pack_id, kind, path, offset, length, num_rows, digests, reason in _FIND_EXTENTS.rows(
+        transaction, rows=rows_value(wanted)
+    ):
+        extent = Extent(extent_id, pack_id, kind, path, offset, length, num_rows, bytes(digests))
+        if reason is not None:
+            raise _quarantined(extent, reason)
+        found[extent_id] = extent
     missing = [e for e in wanted if e not in found]
     if missing:
         raise NotFoundError("the index names no such extent", extent_id=missing[0])
     return found
 
 
-def _quarantined(row: sa.Row[*tuple[Any, ...]]) -> CorruptPackError:
+def _quarantined(extent: Extent, reason: str) -> CorruptPackError:
     # A batch is what a trainer replays: without it there is no way on from the checkpoint before.
     branch = " or branch from a checkpoint (`strawflow resume --from ... --branch ...`)" * (
-        row.kind in ("batch", "plan")
+        extent.kind in ("batch", "plan")
     )
     return CorruptPackError(
-        f"{row.path}: the extent at byte {row.offset} is in quarantine: {row.reason}; restore the file from a copy and run "
+        f"{extent.path}: the extent at byte {extent.offset} is in quarantine: {reason}; restore the file from a copy and run "
         f"`strawflow index quarantine RUN --yes`{branch}",
-        extent_id=row.extent_id,
+        extent_id=extent.extent_id,
     )
 
 

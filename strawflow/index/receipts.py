@@ -42,26 +42,13 @@ _STORE = Prepared(
     "INSERT INTO receipts (submission_id, verb, content_digest, receipt, at_ms) "
     "VALUES (:submission_id, :verb, :content_digest, :receipt, :at_ms)"
 )
-_FORGET = Prepared("DELETE FROM receipts WHERE at_ms < :before_ms")
 
 
 def find_many(transaction: Transaction, submission_ids: Iterable[str]) -> dict[str, Receipt]:
     """Return the receipts of those submissions that were accepted."""
-    rows = _FIND.rows(transaction, rows=rows_value(submission_ids))
+    wanted = list(submission_ids)
+    rows = _FIND.rows(transaction, rows=rows_value(wanted)) if wanted else []
     return {row[0]: Receipt(row[0], row[1], bytes(row[2]), json.loads(row[3])) for row in rows}
-
-
-def find(transaction: Transaction, submission_id: str, *, verb: str, content_digest: bytes) -> Any | None:
-    """Return the stored receipt of this submission, or None when it was never accepted.
-
-    Raises:
-        ConflictError: the id was used for another verb or other content.
-    """
-    found = find_many(transaction, [submission_id]).get(submission_id)
-    if found is None:
-        return None
-    found.require_same(verb=verb, content_digest=content_digest)
-    return found.answer
 
 
 def store(transaction: Transaction, receipts: Iterable[Receipt]) -> None:
@@ -78,8 +65,3 @@ def store(transaction: Transaction, receipts: Iterable[Receipt]) -> None:
     ]
     if rows:
         _STORE.many(transaction, rows)
-
-
-def forget_before(transaction: Transaction, before_ms: int) -> int:
-    """Remove receipts older than any delivery can still be; returns how many."""
-    return _FORGET.count(transaction, before_ms=before_ms)

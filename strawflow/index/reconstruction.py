@@ -16,7 +16,7 @@ from sqlalchemy.engine import Connection
 
 from strawflow import clock
 from strawflow.ids import Extent
-from strawflow.index import meta, retired, tallies
+from strawflow.index import meta, retired
 from strawflow.index import tables as t
 from strawflow.index.engine import insert_unless_there
 from strawflow.index.leases import FENCES_PER_INCARNATION
@@ -459,11 +459,6 @@ def set_unservable_aside(connection: Connection, *, reason: str) -> list[int]:
         .returning(t.units.c.unit_id)
     )
     return sorted(row.unit_id for row in rows)
-
-
-def count_drops(connection: Connection, branch_id: str, consumer: str, purpose: str, count: int) -> None:
-    """Add to the count of units that are owed a replacement."""
-    tallies.add(connection, branch_id, f"dropped/{consumer}/{purpose}", count)
 
 
 _FATES = Prepared(

@@ -94,11 +94,6 @@ def num_in_batches(transaction: Transaction, branch_id: str, consumer: str) -> i
     return in_all - sum(count for name, count in dropped.items() if _key(name, _DROPPED)[0] == consumer)
 
 
-def total(transaction: Transaction, branch_id: str) -> int:
-    """Return how many units of a branch are retired."""
-    return sum(units(transaction, branch_id).values())
-
-
 def _name(prefix: str, key: list[Any]) -> str:
     """Return a tally's name: what is counted by one word ends with it, other keys are JSON."""
     return prefix + (key[0] if len(key) == 1 else json.dumps(key))

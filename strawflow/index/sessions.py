@@ -35,8 +35,9 @@ class Session:
     expires_in_s: float
 
 
-def start(connection: Connection, session_id: str, *, kind: str, ttl_s: float) -> None:
-    """Register a live session that expires `ttl_s` seconds from now."""
+def start(connection: Connection, session_id: str, *, kind: str, ttl_s: float) -> int:
+    """Register a live session that expires `ttl_s` seconds from now; returns the incarnation it belongs to."""
+    incarnation = meta.incarnation(connection)
     connection.execute(
         sa.insert(t.sessions).values(
             session_id=session_id,
@@ -48,10 +49,11 @@ def start(connection: Connection, session_id: str, *, kind: str, ttl_s: float) -
             state=SessionState.LIVE,
             expires_at=now(connection) + ttl_s,
             started_at=clock.wall_time(),
-            incarnation=meta.incarnation(connection),
+            incarnation=incarnation,
         )
     )
     events.record(connection, "session.started", session_id=session_id, kind=kind)
+    return incarnation
 
 
 def renew(connection: Connection, session_id: str, *, ttl_s: float) -> None:
@@ -139,17 +141,8 @@ def listed(connection: Connection, *, live_only: bool = False) -> list[Session]:
     if live_only:
         statement = statement.where(t.sessions.c.state == SessionState.LIVE)
     return [
-        Session(
-            session_id=r.session_id,
-            kind=r.kind,
-            host=r.host,
-            machine=r.machine,
-            pid=r.pid,
-            process_started=r.process_started,
-            state=SessionState(r.state),
-            expires_in_s=float(r.expires_in_s),
-        )
-        for r in connection.execute(statement)
+        Session(**{**row._mapping, "state": SessionState(row.state), "expires_in_s": float(row.expires_in_s)})
+        for row in connection.execute(statement)
     ]
 
 

@@ -26,4 +26,6 @@ def value(transaction: Transaction, branch_id: str, name: str) -> int:
 
 def starting_with(transaction: Transaction, branch_id: str, prefix: str) -> dict[str, int]:
     """Return the tallies whose name starts with `prefix`."""
-    return {row[0]: int(row[1]) for row in _OF.rows(transaction, branch_id=branch_id, prefix=f"{prefix}%")}
+    rows = _OF.rows(transaction, branch_id=branch_id, prefix=f"{prefix}%")
+    # To LIKE an underscore in a consumer's name is any letter.
+    return {name: int(found) for name, found in rows if name.startswith(prefix)}

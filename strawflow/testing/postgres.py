@@ -71,7 +71,7 @@ class PostgresServer:
             cwd=self.folder,
             text=True,
         )
-        _await_ready(self._process)
+        await_line(self._process, "ready to accept connections", of="PostgreSQL")
 
     def stop(self, how: signal.Signals) -> None:
         """Signal the server (SIGKILL; SIGQUIT: at once; SIGINT: fast, rolling back what runs) and wait for its end."""
@@ -123,17 +123,18 @@ def running_server(
         shutil.rmtree(folder)
 
 
-def _await_ready(process: subprocess.Popen[str]) -> None:
+def await_line(process: subprocess.Popen[str], text: str, *, of: str) -> str:
+    """Return the first line with `text` that a server says on its stderr; RuntimeError when it ends without one."""
     assert process.stderr is not None
     seen = []
     for line in process.stderr:
         seen.append(line)
-        if "ready to accept connections" in line:
+        if text in line:
             # Drain what it says later: a full pipe would stop it.
             threading.Thread(target=process.stderr.read, daemon=True).start()
-            return
+            return line
     process.wait()
-    raise RuntimeError(f"PostgreSQL did not start:\n{''.join(seen)}")
+    raise RuntimeError(f"{of} did not start:\n{''.join(seen)}")
 
 
 def _binaries() -> Path:

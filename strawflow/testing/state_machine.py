@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ from strawflow.flow.check import check
 from strawflow.flow.claim import Grant
 from strawflow.flow.order import place_in_epoch
 from strawflow.flow.trajectory import Member
-from strawflow.index import consumers, leases, units
+from strawflow.index import checkpoints, consumers, leases, units
 from strawflow.states import UnitState
 from strawflow.store import Store, create
 from strawflow.worker import Worker
@@ -80,6 +80,17 @@ class ModelConsumer:
     """Of each step: digest and units."""
     offered: list[int] = field(default_factory=list)
     handed_out: int = 0
+    checkpoints: dict[int, ModelCheckpoint] = field(default_factory=dict)
+    """By step."""
+
+
+@dataclass(frozen=True)
+class ModelCheckpoint:
+    """What was committed, by whom and under which id."""
+
+    state: str
+    session_id: str
+    checkpoint_id: str
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -316,16 +327,39 @@ class StoreMachine(RuleBasedStateMachine):
                 return
             raise AssertionError(f"advanced back to {step} from {model.position}")
 
-    @rule(name=st.sampled_from(CONSUMERS))
-    def checkpoint(self, name: str) -> None:
+    @rule(name=st.sampled_from(CONSUMERS), state=st.sampled_from("ab"))
+    def checkpoint(self, name: str, state: str) -> None:
+        """One a step for each consumer: again it is the same one, from another session it is refused."""
         model, consumer = self.consumers[name], self.open_consumers[name]
-        if model.handed_out > model.position:
-            (consumer.checkpoint_folder() / "state").write_text(str(model.handed_out))
-            consumer.commit_checkpoint()
-            model.position = model.handed_out
-            newest = consumer.newest_checkpoint()
-            assert newest is not None
-            assert (newest[1] / "state").read_text() == str(newest[0]) == str(model.position)
+        step = model.handed_out
+        if step == 0:
+            return
+        known = model.checkpoints.get(step)
+        if known is not None and known.session_id == consumer.session_id:
+            assert consumer.commit_checkpoint() == known.checkpoint_id
+            return
+        (consumer.checkpoint_folder() / "state").write_text(state)
+        try:
+            made = consumer.commit_checkpoint()
+        except ConflictError:
+            assert known is not None
+            return
+        assert known is None
+        model.checkpoints[step] = ModelCheckpoint(state, consumer.session_id, made)
+        model.position = step
+
+    @rule(
+        known=workers,
+        data=st.data(),
+        names=st.lists(st.sampled_from(CONSUMERS), min_size=1, max_size=2, unique=True),
+        state=st.sampled_from("ab"),
+    )
+    def sample_and_train(self, known: ModelWorker, data: st.DataObject, names: list[str], state: str) -> None:
+        """What most consumers do, beside each other, so that histories hold checkpoints of equal steps."""
+        self.claim_and_settle(known, 1, data, "complete")
+        for name in names:
+            self.next_batch(name, 1)
+            self.checkpoint(name, state)
 
     @rule(name=st.sampled_from(CONSUMERS), dies=st.booleans())
     def reopen_consumer(self, name: str, dies: bool) -> None:
@@ -338,9 +372,9 @@ class StoreMachine(RuleBasedStateMachine):
         self.open_consumers[name] = self.store.consumer(name)
         model = self.consumers[name]
         assert self.open_consumers[name].position == model.position
-        model.handed_out = model.position
-        if dies and model.planned:
+        if dies and model.handed_out > model.position:
             self._refused(old.advance)
+        model.handed_out = model.position
 
     # ---- upkeep
 
@@ -367,6 +401,21 @@ class StoreMachine(RuleBasedStateMachine):
             unit_id: (u.state, u.fence, u.attempts, u.crashes, u.parks) for unit_id, u in found.items()
         }
         assert waiting == {name: len(model.offered) for name, model in self.consumers.items()}
+
+    @invariant()
+    def consumers_agree(self) -> None:
+        """Each consumer stands where the model says, with its own checkpoints and their content, and no other's."""
+        if not hasattr(self, "store"):
+            return
+        for name, model in self.consumers.items():
+            run = replace(self.store.run, consumer=name)
+            with run.index.read() as connection:
+                found = consumers.find(connection, run.branch, name)
+                kept = checkpoints.listed(connection, run.branch, name)
+            assert (found.position, found.planned) == (model.position, len(model.planned))
+            assert {c.step: (c.checkpoint_id, (run.root / c.path / "state").read_text()) for c in kept} == {
+                step: (c.checkpoint_id, c.state) for step, c in model.checkpoints.items()
+            }
 
     # ---- the model's rules
 

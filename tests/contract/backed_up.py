@@ -13,7 +13,6 @@ import sqlalchemy as sa
 from strawflow import config as configuration
 from strawflow.flow import claim as claiming
 from strawflow.flow import consume, rescue
-from strawflow.flow.check import check
 from strawflow.flow.claim import Grant, PromptShelf
 from strawflow.flow.run import CONFIG_FILE, Run, open_run, write_durably
 from strawflow.flow.session import WorkerSession
@@ -22,6 +21,7 @@ from strawflow.index import tables as t
 from strawflow.index.engine import Index
 from strawflow.testing.invariants import check_exactly_once
 from strawflow.testing.runs import SmallRun
+from tests.contract.stored import assert_sound
 
 PASSING = ("meta", "events", "sessions", "engines", "packs", "extents")
 """Tables that tell of a restore itself: all others are the same after each restore of the same backup."""
@@ -106,8 +106,7 @@ def go_on_to_the_end(small: SmallRun) -> None:
         small.train(step)
     fates = check_exactly_once(small.run, finished=True)
     assert len(fates) == small.run.config.total_steps * small.run.config.rollout.prompts_per_step
-    report = check(small.run)
-    assert report.findings == [], report.findings
+    assert_sound(small.run)
 
 
 def lose_all(run: Run) -> None:

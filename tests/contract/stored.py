@@ -6,10 +6,13 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+
+import sqlalchemy as sa
 
 from strawflow import faults
 from strawflow.flow import quota
@@ -18,6 +21,7 @@ from strawflow.flow.run import Run
 from strawflow.flow.session import WorkerSession
 from strawflow.index import packs
 from strawflow.index.packs import Pack
+from strawflow.testing.postgres import PostgresServer
 from strawflow.testing.runs import SmallRun
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -57,6 +61,22 @@ def pack_files(run: Run, kind: str = "*") -> set[str]:
 def assert_sound(run: Run) -> None:
     report = check(run)
     assert report.findings == [], report.findings
+
+
+def await_blocked(server: PostgresServer, run: Run) -> None:
+    """Wait until a statement of the run's database waits for a lock."""
+    database = sa.make_url(run.index.url).database
+    deadline = time.monotonic() + 30
+    with server.connect() as connection:
+        while True:
+            (waiting,) = connection.execute(
+                "SELECT count(*) FROM pg_stat_activity WHERE datname = %s AND wait_event_type = 'Lock'",
+                (database,),
+            ).fetchone() or (0,)
+            if waiting:
+                return
+            assert time.monotonic() < deadline, "nobody waits for a lock"
+            time.sleep(0.01)
 
 
 def run_cli(*words: object, fault: str = "") -> int:

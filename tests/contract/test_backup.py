@@ -23,8 +23,8 @@ from strawflow.flow import backup as backing_up
 from strawflow.flow import complete as completing
 from strawflow.flow import consume
 from strawflow.flow.backup import MANIFEST, Backup, backup, backups_of, read_manifest, verify
-from strawflow.flow.check import check
-from strawflow.flow.restore import SWEEP_BLOCKED, restore
+from strawflow.flow.index_place import SWEEP_BLOCKED
+from strawflow.flow.restore import restore
 from strawflow.flow.run import CONFIG_FILE, Run, open_run
 from strawflow.flow.session import WorkerSession
 from strawflow.ids import new_id
@@ -46,6 +46,7 @@ from tests.contract.backed_up import (
     trained,
 )
 from tests.contract.backup_instants import Instants, chosen
+from tests.contract.stored import assert_sound
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_BYTES = 64 * 1024
@@ -59,17 +60,6 @@ finally:
     status = Path("/proc/self/status").read_text()
     print(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM")))
 """
-
-
-@pytest.fixture
-def settings(index_url: str) -> dict[str, str]:
-    return {"run.index_url": index_url} if index_url else {}
-
-
-@pytest.fixture
-def small(tmp_path: Path, settings: dict[str, str]) -> Iterator[SmallRun]:
-    with small_run(tmp_path, settings=settings) as made:
-        yield made
 
 
 # ---- what a backup holds
@@ -187,8 +177,7 @@ def test_backups_under_concurrent_writers_are_points_in_time(
             restore(twin, each.folder, may_replace=number > 0)
             give_files(twin, small.run)
             with reopened(twin) as again:
-                report = check(again.run)
-                assert report.findings == [], report.findings
+                assert_sound(again.run)
                 check_exactly_once(again.run, finished=False)
                 positions.append(trained(again.run))
         assert positions == sorted(positions)

@@ -16,26 +16,18 @@ from strawflow.flow.run import open_run
 from strawflow.index import units
 from strawflow.testing.invariants import batch_digests, check_exactly_once
 from strawflow.testing.runs import SmallRun, small_run
+from tests.contract.stored import end_sessions
 
 
 @pytest.fixture
-def small(tmp_path: Path, index_url: str) -> Iterator[SmallRun]:
-    settings = {"run.index_url": index_url} if index_url else {}
-    settings |= {"trainer.steps": "5"}
-    with small_run(tmp_path, settings=settings) as made:
+def small(tmp_path: Path, settings: dict[str, str]) -> Iterator[SmallRun]:
+    with small_run(tmp_path, settings={**settings, "trainer.steps": "5"}) as made:
         yield made
-
-
-def stop(small: SmallRun) -> None:
-    for session in small.sessions.values():
-        session.end()
-    small.sessions.clear()
-    small.roles.clear()
 
 
 def branched(small: SmallRun, checkpoint: str = "1", **options: bool) -> SmallRun:
     """Stop everybody, branch off, and return the run as its workers find it again."""
-    stop(small)
+    end_sessions(small)
     create_branch(small.run, checkpoint=checkpoint, name="second", **options)
     return SmallRun(open_run(small.run.root))
 
@@ -96,7 +88,7 @@ def test_a_branch_starts_pristine_unless_told_to_reuse_what_was_sampled(small: S
 def test_a_branch_that_reuses_trajectories_offers_them_and_trains_each_once(small: SmallRun) -> None:
     small.advance(1)
     small.sample()
-    stop(small)
+    end_sessions(small)
     made = create_branch(small.run, checkpoint="1", name="second", reuse_trajectories=True)
     assert (made.num_pristine, made.num_reused) == (0, 4)
     with SmallRun(open_run(small.run.root)) as second:
@@ -114,7 +106,7 @@ def test_the_old_branch_can_be_branched_from_again_and_a_branch_from_a_branch(sm
     with branched(small) as second:
         second.trainer()
         second.advance(2)
-        stop(second)
+        end_sessions(second)
         create_branch(second.run, checkpoint="2", name="third")
         with SmallRun(open_run(small.run.root)) as third:
             assert [b.branch_id for b in history.batches(third.run)] == ["main", "second"]
@@ -130,7 +122,7 @@ def test_a_branch_is_refused_with_what_to_do(small: SmallRun) -> None:
     small.advance(2)
     with pytest.raises(ConflictError, match="workers are at work"):
         create_branch(small.run, checkpoint="1", name="second")
-    stop(small)
+    end_sessions(small)
     with pytest.raises(NotFoundError, match="no checkpoint of step 9"):
         create_branch(small.run, checkpoint="9", name="second")
     with pytest.raises(NotFoundError, match="no checkpoint 'c9'"):

@@ -46,8 +46,8 @@ from tests.contract.stored import (
 
 
 @pytest.fixture
-def settings(index_url: str) -> dict[str, str]:
-    return {**NO_GRACE, "trainer.steps": "6", **({"run.index_url": index_url} if index_url else {})}
+def settings(settings: dict[str, str]) -> dict[str, str]:
+    return {**NO_GRACE, "trainer.steps": "6", **settings}
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from alembic.script import ScriptDirectory
 
 from strawflow.cli.main import main
 from strawflow.errors import IncompatibleFormatError
-from strawflow.flow import admit, history, rescue
+from strawflow.flow import admit, compact, history, rescue
 from strawflow.flow.check import check
 from strawflow.flow.retry import retry_failed
 from strawflow.flow.run import open_run
@@ -24,6 +24,7 @@ from strawflow.index import events, migrate, units
 from strawflow.index.engine import Index
 from strawflow.testing.invariants import batch_digests, check_exactly_once
 from strawflow.testing.runs import SmallRun
+from tests.contract.stored import end_sessions
 
 COMPAT = Path(__file__).parents[1] / "compat"
 
@@ -65,7 +66,11 @@ def to_postgresql(root: Path, url: str, revision: str) -> None:
 
 @pytest.mark.parametrize("revision", sorted(DIGESTS))
 def test_a_run_of_an_earlier_revision_opens_and_goes_on_to_the_end(
-    tmp_path: Path, index_url: str, revision: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    index_url: str,
+    revision: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     root = unpack(tmp_path, revision)
     if index_url:
@@ -99,6 +104,13 @@ def test_a_run_of_an_earlier_revision_opens_and_goes_on_to_the_end(
         assert sum(outcome == "dropped" for outcome in fates.values()) == 1
         assert retry_failed(run) == []
         assert check(run).findings == []
+        # Rows of the earlier schemas come to lie in packs of the present ones.
+        end_sessions(going_on)
+        monkeypatch.setattr(compact, "MERGED_FROM", 1)
+        moved = compact.compact(going_on.session("storage")).items
+        assert any(item.subject.startswith("packs/trajectory/") for item in moved)
+        assert check(run).findings == []
+        assert batch_digests(history.batches(run)).items() >= DIGESTS[revision].items()
 
 
 def test_every_revision_before_this_one_has_its_run_here() -> None:

@@ -22,7 +22,6 @@ from strawflow.errors import (
 from strawflow.flow import admit, assemble, consume, publish_weights, rescue
 from strawflow.flow import claim as claiming
 from strawflow.flow import complete as completing
-from strawflow.flow.check import check
 from strawflow.flow.claim import Grant, PromptShelf
 from strawflow.flow.retry import retry_failed, retry_unit
 from strawflow.flow.run import create_run, open_run
@@ -38,30 +37,22 @@ from strawflow.testing.runs import (
     small_config,
     small_run,
 )
+from tests.contract.backed_up import claim_as
+from tests.contract.stored import assert_sound
 
 T = TypeVar("T")
-
-
-@pytest.fixture
-def settings(index_url: str) -> dict[str, str]:
-    return {"run.index_url": index_url} if index_url else {}
 
 
 @pytest.fixture
 def small(tmp_path: Path, settings: dict[str, str]) -> Iterator[SmallRun]:
     with small_run(tmp_path, settings=settings) as made:
         yield made
-        report = check(made.run)
-        assert report.findings == [], report.findings
+        assert_sound(made.run)
 
 
 def unit_of(small: SmallRun, unit_id: int) -> units.Unit:
     with small.run.index.read() as connection:
         return units.find(connection, unit_id)
-
-
-def claim_as(session: WorkerSession, limit: int) -> list[Grant]:
-    return claiming.claim(session, PromptShelf(session), limit=limit, serving_version_id=None)
 
 
 def lose(small: SmallRun, session: WorkerSession, reason: str = "killed by the test") -> int:
@@ -497,7 +488,7 @@ def test_a_unit_is_given_away_once(small: SmallRun) -> None:
     groups = assemble.offered(session, purpose="train", limit=4)
     rows = assemble.read_trajectories(session, groups)
     assemble.plan_batch(session, role, made_up_plan(1, groups, rows))
-    with pytest.raises(ConflictError, match="already given"):
+    with pytest.raises(ConflictError, match="not offered"):
         assemble.plan_batch(session, role, made_up_plan(2, groups, rows))
     assert assemble.last_planned(session) == 1
 

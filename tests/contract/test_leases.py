@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,10 +16,11 @@ import sqlalchemy as sa
 
 from strawflow.errors import CommitUnknownError, ConflictError, InvalidInputError
 from strawflow.flow import admit
+from strawflow.flow import exchange as exchange_module
 from strawflow.flow.claim import Grant
-from strawflow.flow.exchange import Submission
 from strawflow.flow.run import open_run
 from strawflow.flow.session import WorkerSession
+from strawflow.flow.submission import Submission
 from strawflow.ids import new_id
 from strawflow.index import datasets, leases, meta, units
 from strawflow.index.leases import Wanted
@@ -28,12 +32,11 @@ Make = Callable[..., SmallRun]
 
 
 @pytest.fixture
-def make(tmp_path: Path, index_url: str) -> Iterator[Make]:
+def make(tmp_path: Path, settings: dict[str, str]) -> Iterator[Make]:
     made: list[SmallRun] = []
 
-    def one(**settings: str) -> SmallRun:
-        url = {"run.index_url": index_url} if index_url else {}
-        made.append(small_run(tmp_path, num_prompts=1200, settings={**url, **settings}))
+    def one(**own: str) -> SmallRun:
+        made.append(small_run(tmp_path, num_prompts=1200, settings={**settings, **own}))
         return made[-1]
 
     yield one
@@ -229,6 +232,84 @@ def test_a_commit_without_an_answer_is_read_back(
     assert session.exchange.submit(submission) == answer
     with index.read() as connection:
         assert units.find(connection, grant.unit_id).state is UnitState.COMPLETED
+
+
+def test_calls_without_an_id_that_share_a_window_are_told_apart_when_it_is_read_back(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = make()
+    session, index, version = small.session("rollout"), small.run.index, small.serving() or ""
+    grants = small.claim(4)
+    commits: list[str] = []
+    real_drive, real_store = index._drive, session.exchange._store
+
+    def without_answer(driver: Any, statement: str) -> None:
+        real_drive(driver, statement)
+        if statement == "COMMIT":
+            commits.append(statement)
+            # The window of the one that leads, and that of all who waited for it; between them, what is read back.
+            if len(commits) in (1, 3):
+                raise sa.exc.OperationalError(statement, {}, Exception("connection lost"))
+
+    def when_all_wait(window: Any) -> Any:
+        while not commits and len(session.exchange._queue) < 3:
+            time.sleep(0.001)
+        return real_store(window)
+
+    monkeypatch.setattr(index, "_drive", without_answer)
+    monkeypatch.setattr(session.exchange, "_store", when_all_wait)
+    with ThreadPoolExecutor(4) as pool:
+        submissions = [
+            Submission(None, results=[made_up_result(g, version)], wanted=Wanted(1)) for g in grants
+        ]
+        answers = list(pool.map(session.exchange.submit, submissions))
+    assert len(commits) == 4
+    assert [a.accepted for a in answers] == [(g.unit_id,) for g in grants]
+    granted = [u.unit_id for a in answers for u in a.granted]
+    assert len(set(granted)) == len(granted)
+
+
+def test_an_interrupt_while_company_is_awaited_hands_the_lead_on(make: Make) -> None:
+    small = make()
+    exchange, version = small.session("rollout").exchange, small.serving() or ""
+    first, second = small.claim(2)
+    # As after a window that answered one caller while another waited, and took a minute.
+    exchange._company, exchange._ended_at, exchange._patience_s = 3, time.monotonic(), 30.0
+    interrupt = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+    with ThreadPoolExecutor(1) as pool:
+        interrupt.start()
+        with pytest.raises(KeyboardInterrupt):
+            exchange.submit(Submission(None, results=[made_up_result(first, version)]))
+        exchange._company = 1
+        waiting = pool.submit(exchange.submit, Submission(None, results=[made_up_result(second, version)]))
+        assert waiting.result(20).accepted == (second.unit_id,)
+    answer = exchange.submit(Submission(None, results=[made_up_result(first, version)]))
+    assert answer.accepted == (first.unit_id,)
+
+
+def test_threads_that_call_again_at_once_come_to_share_one_window(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exchange_module, "_PATIENCE", 50)  # however slow the machine is
+    small = make()
+    exchange = small.session("rollout").exchange
+
+    def forget() -> None:
+        exchange.num_submissions = exchange.num_windows = 0
+
+    warm = threading.Barrier(8, action=forget)
+
+    def work(_: int) -> None:
+        for lap in range(30):
+            if lap == 10:
+                warm.wait(60)
+            for grant in exchange.submit(Submission(None, wanted=Wanted(1))).granted:
+                exchange.submit(Submission(None, released=[(grant.unit_id, grant.fence)]))
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, range(8)))
+    # Two halves that take turns would stay at four.
+    assert exchange.num_submissions / exchange.num_windows > 6
 
 
 def test_an_interrupted_leader_leaves_the_others_a_way_to_ask_again(

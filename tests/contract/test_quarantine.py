@@ -19,26 +19,19 @@ from strawflow.flow.run import open_run
 from strawflow.index import batches, consumers, events, packs, quarantine, sessions, units
 from strawflow.states import BatchState, UnitState
 from strawflow.store import Store
+from strawflow.testing.damage import flip
 from strawflow.testing.invariants import batch_digests, check_exactly_once
 from strawflow.testing.pack_rows import made_up_rows
 from strawflow.testing.runs import SmallRun, made_up_result, small_run
 from tests.contract.backed_up import reopened
 from tests.contract.lost_index import die, lose_index, on_sqlite
+from tests.contract.stored import end_sessions
 
 
 @pytest.fixture
-def small(tmp_path: Path, index_url: str) -> Iterator[SmallRun]:
-    settings = {"run.index_url": index_url} if index_url else {}
+def small(tmp_path: Path, settings: dict[str, str]) -> Iterator[SmallRun]:
     with small_run(tmp_path, num_prompts=24, settings=settings) as made:
         yield made
-
-
-def stop(small: SmallRun) -> None:
-    """Let every worker drain and end."""
-    for session in small.sessions.values():
-        session.end()
-    small.sessions.clear()
-    small.roles.clear()
 
 
 def damage(small: SmallRun, extent_id: int) -> bytes:
@@ -47,8 +40,7 @@ def damage(small: SmallRun, extent_id: int) -> bytes:
         extent = packs.find_extents(connection, [extent_id])[extent_id]
     path = small.run.root / extent.path
     whole = path.read_bytes()
-    at = extent.offset + extent.length - 3
-    path.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
+    flip(path, extent.offset + extent.length - 3)
     return whole
 
 
@@ -100,7 +92,7 @@ def repaired(small: SmallRun, **options: bool) -> QuarantineReport:
 
 def test_open_groups_whose_trajectories_are_damaged_are_generated_again_on_request(small: SmallRun) -> None:
     first, *others = sampled_apart(small, 5)
-    stop(small)
+    end_sessions(small)
     assert first.extent_id is not None
     damage(small, first.extent_id)
     assert [f.check for f in check(small.run).findings] == ["extent"]
@@ -109,7 +101,7 @@ def test_open_groups_whose_trajectories_are_damaged_are_generated_again_on_reque
     with pytest.raises(CorruptPackError, match="in quarantine") as refused:
         assemble.read_trajectories(small.session("assemble"), [first])
     assert refused.value.facts["extent_id"] == first.extent_id
-    stop(small)
+    end_sessions(small)
     assert [f.check for f in check(small.run).findings] == ["extent"]  # it is still waited for
     done = quarantine_damage(small.run, do=True, reopen=True)
     assert (done.left_open, done.reopened) == ([], [first.unit_id])
@@ -131,7 +123,7 @@ def test_trained_groups_are_told_and_never_opened_again(small: SmallRun) -> None
     first, *_ = sampled_apart(small, 4)
     small.plan()
     small.train(1)
-    stop(small)
+    end_sessions(small)
     assert first.extent_id is not None
     damage(small, first.extent_id)
     done = repaired(small, reopen=True)
@@ -145,7 +137,7 @@ def test_a_group_that_one_consumer_has_is_dropped_for_those_it_still_waits_for(s
         pass  # it is offered all four
     small.plan()
     small.train(1)
-    stop(small)
+    end_sessions(small)
     assert first.extent_id is not None
     damage(small, first.extent_id)
     assert repaired(small).left_open == [first.unit_id]
@@ -166,7 +158,7 @@ def test_parked_progress_that_is_damaged_is_given_up(small: SmallRun) -> None:
     (grant,) = small.claim(1)
     progress = made_up_result(grant, small.serving() or "")
     completing.park(small.session("rollout"), [progress], submission_id="parked")
-    stop(small)
+    end_sessions(small)
     with small.run.index.read() as connection:
         extent_id = units.find(connection, grant.unit_id).extent_id
     assert extent_id is not None
@@ -215,7 +207,7 @@ def test_a_planned_batch_that_nobody_applied_is_taken_back_with_all_after_it(
     old = [small.plan(), small.plan()]
     assert old[0] is not None
     assert old[1] is not None
-    stop(small)
+    end_sessions(small)
     damage(small, part(small, 2))
     with small.run.index.read() as connection:
         given = {u for _, u, _, _ in batches.units_of(connection, [b.batch_id for b in old if b])}
@@ -237,7 +229,7 @@ def test_a_planned_batch_that_nobody_applied_is_taken_back_with_all_after_it(
 def test_groups_of_a_batch_taken_back_that_are_damaged_too_wait_for_the_request(small: SmallRun) -> None:
     first, *_ = sampled_apart(small, 4)
     small.plan()
-    stop(small)
+    end_sessions(small)
     assert first.extent_id is not None
     damage(small, first.extent_id)
     damage(small, rows_of_batch(small, 1))
@@ -252,7 +244,7 @@ def test_groups_of_a_batch_taken_back_that_are_damaged_too_wait_for_the_request(
 def test_a_batch_taken_back_stays_back_when_the_index_is_rebuilt(small: SmallRun) -> None:
     small.sample()
     small.plan()
-    stop(small)
+    end_sessions(small)
     damage(small, rows_of_batch(small, 1))
     quarantine_damage(small.run, do=True)
     again = small.plan()
@@ -271,7 +263,7 @@ def test_a_batch_needed_for_the_replay_stops_the_run_with_the_choice(small: Smal
     small.sample()
     small.plan()
     consume.record_step(small.session("train"), small.trainer(), step=2, metrics={"loss": 1.0})
-    stop(small)
+    end_sessions(small)
     whole = damage(small, rows_of_batch(small, 2))
     before = batch_digests(history.batches(small.run))
     done = repaired(small, reopen=True)
@@ -283,7 +275,7 @@ def test_a_batch_needed_for_the_replay_stops_the_run_with_the_choice(small: Smal
     assert batch is not None
     with pytest.raises(CorruptPackError, match=r"restore the file .* or branch from a checkpoint"):
         list(consume.read_batch(small.run, small.session("train").reader, batch))
-    stop(small)
+    end_sessions(small)
     # One way: the file comes back.
     restored = replace(small)
     with small.run.index.read() as connection:
@@ -296,7 +288,7 @@ def test_a_batch_needed_for_the_replay_stops_the_run_with_the_choice(small: Smal
     assert [
         rows.num_rows for _, rows in consume.read_batch(small.run, small.session("train").reader, batch)
     ] == [8]
-    stop(small)
+    end_sessions(small)
     # The other: a branch from before it.
     (small.run.root / path).write_bytes(broken)
     create_branch(small.run, checkpoint="1", name="second")
@@ -312,7 +304,7 @@ def test_a_batch_needed_for_the_replay_stops_the_run_with_the_choice(small: Smal
 @on_sqlite
 def test_a_batch_that_a_checkpoint_covers_is_only_told(small: SmallRun) -> None:
     small.advance(2)
-    stop(small)
+    end_sessions(small)
     damage(small, rows_of_batch(small, 1))
     done = repaired(small)
     assert (done.voided, done.stopped) == ({}, [])
@@ -330,7 +322,7 @@ def test_a_batch_by_reference_goes_back_with_its_trajectories(small: SmallRun) -
         assert first is not None
         assert second is not None
         export.advance(first.step)
-    stop(small)
+    end_sessions(small)
     unit_id = second.rows.column("unit_id")[0].as_py()
     with small.run.index.read() as connection:
         extent_id = units.find(connection, unit_id).extent_id
@@ -340,7 +332,7 @@ def test_a_batch_by_reference_goes_back_with_its_trajectories(small: SmallRun) -
     assert done.voided == {"main/export": [second.step]}
     assert done.reopened == [unit_id]
     assert small.sample(1) == 1
-    stop(small)
+    end_sessions(small)
     with Store(small.run).consumer("export") as export:
         again = export.next_batch(2)
         assert again is not None
@@ -363,7 +355,7 @@ def prompts_of(small: SmallRun) -> int:
 @on_sqlite
 def test_damaged_prompts_stop_the_run_and_say_which_rows(small: SmallRun) -> None:
     small.sample(2)
-    stop(small)
+    end_sessions(small)
     damage(small, prompts_of(small))
     done = repaired(small)
     (stopped,) = done.stopped
@@ -375,7 +367,7 @@ def test_damaged_prompts_stop_the_run_and_say_which_rows(small: SmallRun) -> Non
 @on_sqlite
 def test_what_is_whole_again_is_given_back(small: SmallRun) -> None:
     first, *_ = sampled_apart(small, 2)
-    stop(small)
+    end_sessions(small)
     assert first.extent_id is not None
     whole = damage(small, first.extent_id)
     repaired(small)
@@ -394,7 +386,7 @@ def test_what_is_whole_again_is_given_back(small: SmallRun) -> None:
 @on_sqlite
 def test_a_missing_file_is_one_finding_and_a_missing_share_is_an_error(small: SmallRun) -> None:
     opened = sampled_apart(small, 3)
-    stop(small)
+    end_sessions(small)
     (path,) = (small.run.root / "packs" / "trajectory").glob("*.arrow")
     path.unlink()
     (finding,) = check(small.run).findings
@@ -420,7 +412,7 @@ def test_batches_and_offers_are_left_to_live_workers_while_damage_is_contained(s
     with small.run.index.read() as connection:
         assert len(quarantine.listed(connection)) == 1
     assert len(history.batches(small.run)) == 1
-    stop(small)
+    end_sessions(small)
     assert quarantine_damage(small.run, do=True).voided == {"main/trainer": [1]}
 
 
@@ -440,7 +432,7 @@ def test_recovery_leaves_damage_behind_and_does_not_try_it_for_ever(small: Small
     with small.run.index.read() as connection:
         assert list(quarantine.listed(connection)) == [first.extent_id]
     assert assemble.read_trajectories(session, others).keys() == {u.unit_id for u in others}
-    stop(small)
+    end_sessions(small)
     assert quarantine_damage(small.run, do=True, reopen=True).reopened == [first.unit_id]
     finish(small)
 
@@ -453,7 +445,7 @@ def test_the_check_counts_what_nothing_names_and_finds_footers_that_no_reader_re
     small.sample(2)
     session = small.session("train")
     session.packs.append("plan", made_up_rows("plan", 3))  # named by nothing
-    stop(small)
+    end_sessions(small)
     (small.run.root / "packs" / "plan" / "left-over.arrow").write_bytes(b"nobody's")
     report = check(small.run)
     assert report.findings == []

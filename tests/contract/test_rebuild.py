@@ -28,19 +28,16 @@ from strawflow.index import leases, meta, units, weights
 from strawflow.index.consumers import Assignment
 from strawflow.states import UnitState, WeightState
 from strawflow.store import Store
+from strawflow.testing.damage import flip
 from strawflow.testing.invariants import batch_digests, check_batches_unchanged, check_exactly_once
 from strawflow.testing.runs import SmallRun, made_up_result, prompt_lines, small_run
 from strawflow.weights.verify import FORMAT, MANIFEST, describe_file
 from tests.contract.backed_up import reopened
 from tests.contract.backup_instants import Instants, chosen
 from tests.contract.lost_index import all_ready_again, die, essence_of, lose_index, on_sqlite
+from tests.contract.stored import end_sessions
 
 WARM = {"warm_start.steps": "2", "warm_start.prompts_per_step": "4"}
-
-
-@pytest.fixture
-def settings(index_url: str) -> dict[str, str]:
-    return {"run.index_url": index_url} if index_url else {}
 
 
 @pytest.fixture
@@ -379,7 +376,7 @@ def test_branches_are_rebuilt_with_what_they_took_up(
         small.advance(2)
         small.sample()
         small.plan()
-        ended(small)
+        end_sessions(small)
         create_branch(small.run, checkpoint="1", name="second", reuse_trajectories=reuse)
         root = small.run.root
         small.run.close()
@@ -387,7 +384,7 @@ def test_branches_are_rebuilt_with_what_they_took_up(
             second.trainer()
             second.publish(1, content="of the branch")
             second.advance(1)
-            ended(second)
+            end_sessions(second)
             create_branch(second.run, checkpoint="2", name="third", reuse_trajectories=reuse)
             before = all_ready_again(essence_of(second.run.index))
             with lost_and_rebuilt(second) as again:
@@ -400,13 +397,6 @@ def test_branches_are_rebuilt_with_what_they_took_up(
                 again.advance(1)
                 check_exactly_once(again.run, finished=False)
                 assert check(again.run).findings == []
-
-
-def ended(small: SmallRun) -> None:
-    for session in small.sessions.values():
-        session.end()
-    small.sessions.clear()
-    small.roles.clear()
 
 
 def test_consumers_of_their_own_making_are_rebuilt_where_they_stood(small: SmallRun) -> None:
@@ -447,7 +437,7 @@ def test_packs_that_were_compacted_are_found_by_their_checksums(
 ) -> None:
     with small_run(tmp_path, settings={**settings, "storage.sweep_grace_s": "0.001"}) as small:
         small.advance(2)
-        ended(small)
+        end_sessions(small)
         with WorkerSession(small.run, "upkeep") as session:
             compact.compact(session, min_live=1.0)
         assert list(small.run.root.glob("packs/*/*compact*"))
@@ -462,7 +452,7 @@ def test_what_had_left_for_the_history_stays_there(tmp_path: Path, settings: dic
     keeping = {"storage.keep_checkpoints": "1", "storage.keep_steps": "1", "trainer.steps": "4"}
     with small_run(tmp_path, num_prompts=24, settings={**settings, **keeping}) as small:
         small.advance(3)
-        ended(small)
+        end_sessions(small)
         with WorkerSession(small.run, "upkeep") as session:
             retain.retain(session, retain.policy_of(small.run.config))
         before = all_ready_again(essence_of(small.run.index))
@@ -478,18 +468,10 @@ def test_what_had_left_for_the_history_stays_there(tmp_path: Path, settings: dic
 # ---- what is not believed
 
 
-def flip(path: Path, at: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(at)
-        byte = file.read(1)
-        file.seek(at)
-        file.write(bytes([byte[0] ^ 0x10]))
-
-
 @on_sqlite
 def test_results_that_do_not_match_their_checksums_are_generated_again(small: SmallRun) -> None:
     small.sample(3)
-    ended(small)  # the checksums are written down
+    end_sessions(small)  # the checksums are written down
     (pack,) = small.run.root.glob("packs/trajectory/*.arrow")
     with small.run.index.read() as connection:
         first = next(u for u in units.listed(connection, small.run.branch) if u.state == UnitState.COMPLETED)
@@ -526,7 +508,7 @@ def test_a_torn_pack_gives_all_before_the_tear(small: SmallRun, cut: int) -> Non
 @on_sqlite
 def test_packed_rows_that_are_damaged_are_quarantined_and_told(small: SmallRun) -> None:
     small.advance(1)
-    ended(small)
+    end_sessions(small)
     (pack,) = small.run.root.glob("packs/batch/*.arrow")
     flip(pack, pack.stat().st_size // 2)
     whole = essence_of(small.run.index)
@@ -549,7 +531,7 @@ def finish_without_reading(small: SmallRun) -> None:
 @on_sqlite
 def test_a_hole_in_the_journal_is_refused_and_told_when_it_is_gone_over(small: SmallRun) -> None:
     small.advance(2)
-    ended(small)
+    end_sessions(small)
     packs = sorted(small.run.root.glob("packs/journal/assemble-*.arrow"))
     assert len(packs) == 1
     packs[0].unlink()  # the plans
@@ -569,7 +551,7 @@ def test_a_hole_in_the_journal_is_refused_and_told_when_it_is_gone_over(small: S
 @on_sqlite
 def test_a_damaged_entry_is_told(small: SmallRun) -> None:
     small.sample(1)
-    ended(small)
+    end_sessions(small)
     (pack,) = small.run.root.glob("packs/journal/rollout-*.arrow")
     flip(pack, 0)
     root = lose_index(small.run)
@@ -614,7 +596,7 @@ def test_rebuilding_twice_gives_equal_indexes(small: SmallRun) -> None:
 def test_an_index_that_is_there_is_not_rebuilt(small: SmallRun, tmp_path: Path) -> None:
     with pytest.raises(ConflictError, match="still live"):
         rebuild.rebuild(small.run.root)
-    ended(small)
+    end_sessions(small)
     for verb in (rebuild.plan, rebuild.rebuild):
         with pytest.raises(AlreadyExistsError, match="move it away first"):
             verb(small.run.root)
@@ -625,7 +607,7 @@ def test_an_index_that_is_there_is_not_rebuilt(small: SmallRun, tmp_path: Path) 
 @on_sqlite
 def test_a_run_without_a_journal_is_refused(small: SmallRun) -> None:
     small.advance(1)
-    ended(small)
+    end_sessions(small)
     shutil.rmtree(small.run.root / "packs" / "journal")
     root = lose_index(small.run)
     with pytest.raises(CorruptPackError, match="no journal"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,8 @@ from strawflow.flow import assemble, consume
 from strawflow.flow import backup as backing_up
 from strawflow.flow import complete as completing
 from strawflow.flow.backup import MANIFEST, backup
-from strawflow.flow.restore import Found, plan, restore
+from strawflow.flow.index_place import Found
+from strawflow.flow.restore import plan, restore
 from strawflow.flow.run import CONFIG_FILE, INDEX_FILE, open_run
 from strawflow.flow.session import WorkerSession
 from strawflow.index import events, meta, sessions, units, weights
@@ -47,17 +48,6 @@ from tests.contract.backed_up import (
     told_again,
 )
 from tests.contract.backup_instants import Instants, chosen
-
-
-@pytest.fixture
-def settings(index_url: str) -> dict[str, str]:
-    return {"run.index_url": index_url} if index_url else {}
-
-
-@pytest.fixture
-def small(tmp_path: Path, settings: dict[str, str]) -> Iterator[SmallRun]:
-    with small_run(tmp_path, settings=settings) as made:
-        yield made
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ import polars as pl
 import pytest
 import sqlalchemy as sa
 
-from strawflow import faults
+from strawflow import clock, faults
 from strawflow.errors import ConflictError, NotFoundError
 from strawflow.flow import (
     assemble,
@@ -62,8 +62,8 @@ STEPS = 8
 
 
 @pytest.fixture
-def settings(index_url: str) -> dict[str, str]:
-    return {**NO_GRACE, "trainer.steps": "20", **({"run.index_url": index_url} if index_url else {})}
+def settings(settings: dict[str, str]) -> dict[str, str]:
+    return {**NO_GRACE, "trainer.steps": "20", **settings}
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def small(tmp_path: Path, settings: dict[str, str]) -> Iterator[SmallRun]:
 
 def policy(run: Run, **fields: Any) -> Policy:
     """Return the policy of the run's configuration with other values; nothing is old enough for it by default."""
-    return replace(retaining.policy_of(run.config), event_age_s=0.0, **fields)
+    return replace(retaining.policy_of(run.config), **{"event_age_s": 0.0, **fields})
 
 
 def retain(run: Run, **fields: Any) -> list[Item]:
@@ -140,7 +140,7 @@ def test_the_newest_checkpoints_and_those_of_an_interval_stay(
     assert retain(small.run, **kept) == planned.items
     assert steps_with_files(small) == left
     assert {i.subject for i in planned.items if i.what == "checkpoint"} == {
-        f"checkpoints/c{step:06d}-main-f1" for step in range(1, STEPS + 1) if step not in left
+        f"checkpoints/c{step:06d}-main.trainer-f1" for step in range(1, STEPS + 1) if step not in left
     }
     end_sessions(small, "train")
     small.trainer()
@@ -172,11 +172,13 @@ def test_a_pin_that_comes_between_looking_and_removing_wins(small: SmallRun) -> 
     assert len([i for i in looked.items if i.what == "checkpoint"]) == 2
     pins.pin(small.run, PinKind.CHECKPOINT, "1", reason="in time")
     with small.run.index.begin() as connection:
-        assert not retention.mark_checkpoint_removed(connection, "c000001-main-f1")
-        assert not retention.mark_checkpoint_removed(connection, "c000003-main-f1"), "the newest was removed"
-        assert retention.mark_checkpoint_removed(connection, "c000002-main-f1")
-        assert not retention.mark_checkpoint_removed(connection, "c000002-main-f1")
-    shutil.rmtree(small.run.root / "checkpoints/c000002-main-f1")
+        assert not retention.mark_checkpoint_removed(connection, "c000001-main.trainer-f1")
+        assert not retention.mark_checkpoint_removed(connection, "c000003-main.trainer-f1"), (
+            "the newest was removed"
+        )
+        assert retention.mark_checkpoint_removed(connection, "c000002-main.trainer-f1")
+        assert not retention.mark_checkpoint_removed(connection, "c000002-main.trainer-f1")
+    shutil.rmtree(small.run.root / "checkpoints/c000002-main.trainer-f1")
 
 
 def test_the_checkpoint_a_branch_starts_from_stays(small: SmallRun) -> None:
@@ -184,7 +186,7 @@ def test_the_checkpoint_a_branch_starts_from_stays(small: SmallRun) -> None:
     end_sessions(small)
     branch.create_branch(small.run, checkpoint="2", name="other")
     with small.run.index.begin() as connection:
-        assert not retention.mark_checkpoint_removed(connection, "c000002-main-f1")
+        assert not retention.mark_checkpoint_removed(connection, "c000002-main.trainer-f1")
     retain(small.run, keep_checkpoints=1)
     assert steps_with_files(small) == [2, 4]
 
@@ -192,7 +194,7 @@ def test_the_checkpoint_a_branch_starts_from_stays(small: SmallRun) -> None:
 @pytest.mark.parametrize("lacks", ["a file", "the manifest", "bytes", "everything"])
 def test_no_older_checkpoint_goes_while_the_newest_lacks_a_part(small: SmallRun, lacks: str) -> None:
     small.advance(3)
-    folder = small.run.root / "checkpoints/c000003-main-f1"
+    folder = small.run.root / "checkpoints/c000003-main.trainer-f1"
     copy = shutil.copytree(folder, small.run.root / "copy")
     if lacks == "a file":
         (folder / "state").unlink()
@@ -204,9 +206,9 @@ def test_no_older_checkpoint_goes_while_the_newest_lacks_a_part(small: SmallRun,
         shutil.rmtree(folder)
     assert missing_part(folder) == (MANIFEST if lacks in ("the manifest", "everything") else "state")
     (item,) = [i for i in retain(small.run, keep_checkpoints=1) if i.what != "weights"]
-    assert (item.what, item.subject) == ("damaged", "checkpoints/c000003-main-f1")
+    assert (item.what, item.subject) == ("damaged", "checkpoints/c000003-main.trainer-f1")
     for step in (1, 2):
-        assert missing_part(small.run.root / f"checkpoints/c{step:06d}-main-f1") is None
+        assert missing_part(small.run.root / f"checkpoints/c{step:06d}-main.trainer-f1") is None
     shutil.rmtree(folder, ignore_errors=True)
     copy.rename(folder)
     retain(small.run, keep_checkpoints=1)
@@ -231,7 +233,7 @@ def test_a_checkpoint_whose_write_breaks_off_moves_nothing_and_retention_keeps_t
     assert small.resumption is not None
     assert small.resumption.step == 2
     assert missing_part(small.run.root / (small.resumption.checkpoint or pytest.fail("none")).path) is None
-    assert [i.subject for i in sweep(small.run)] == ["checkpoints/c000003-main-f1"]
+    assert [i.subject for i in sweep(small.run)] == ["checkpoints/c000003-main.trainer-f1"]
     small.train(3)
 
 
@@ -252,9 +254,11 @@ def test_a_retention_killed_between_row_and_files_is_finished_by_a_sweep(tmp_pat
             "storage", "retain", small.run.root, "--keep-checkpoints", 1, "--yes", at="retain.before_files:2"
         )
         assert [k.checkpoint.step for k in kept(small)] == [3]
-        assert [s for s in (1, 2, 3) if (small.run.root / f"checkpoints/c{s:06d}-main-f1").exists()] == [2, 3]
+        assert [
+            s for s in (1, 2, 3) if (small.run.root / f"checkpoints/c{s:06d}-main.trainer-f1").exists()
+        ] == [2, 3]
         rescue.declare_dead_processes_lost(small.run)
-        assert [i.subject for i in sweep(small.run)] == ["checkpoints/c000002-main-f1"]
+        assert [i.subject for i in sweep(small.run)] == ["checkpoints/c000002-main.trainer-f1"]
         assert steps_with_files(small) == [3]
         assert_sound(small.run)
         small.advance(1)
@@ -590,15 +594,23 @@ def test_receipts_leave_once_no_delivery_can_be_that_late(small: SmallRun) -> No
     )  # what it says now: they are held no more
 
 
+def age_events(run: Run, number: int) -> list[dict[str, Any]]:
+    """Make the first events of the index two hours older; returns their rows."""
+    with run.index.begin() as connection:
+        cut = connection.execute(
+            sa.select(t.events.c.event_id).order_by(t.events.c.event_id).limit(1).offset(number - 1)
+        ).scalar_one()
+        connection.execute(
+            sa.update(t.events).where(t.events.c.event_id <= cut).values(at_ms=t.events.c.at_ms - 7_200_000)
+        )
+        return retention.oldest_events(connection, before_ms=clock.wall_ms() - 3_600_000, limit=number)
+
+
 def test_old_events_move_to_packs_in_their_order(small: SmallRun) -> None:
     small.advance(2)
     with small.run.index.read() as connection:
         before = events.latest(connection, limit=1000)[::-1]
-    with small.run.index.begin() as connection:
-        cut = before[9]["event_id"]
-        connection.execute(
-            sa.update(t.events).where(t.events.c.event_id <= cut).values(at_ms=t.events.c.at_ms - 7_200_000)
-        )
+    age_events(small.run, 10)
     with upkeep(small.run) as session:
         own = replace(policy(small.run), event_age_s=3600.0)
         assert ("events", "10 rows of the index") in [
@@ -611,6 +623,42 @@ def test_old_events_move_to_packs_in_their_order(small: SmallRun) -> None:
     assert left[: len(before) - 10] == before[10:]
     told = [(row["event_id"], row["name"], json.loads(row["facts"])) for row in moved.to_dicts()]
     assert told == [(e["event_id"], e["name"], e["facts"]) for e in before[:10]]
+
+
+def test_events_are_told_behind_those_of_the_index_once_they_were_moved_and_none_twice(
+    small: SmallRun, cli: Callable[..., CliResult]
+) -> None:
+    small.advance(2)
+    moved: list[dict[str, Any]] = []
+    for _ in range(2):  # two pieces of the log, the older one first
+        moved += age_events(small.run, 10)
+        assert ("events", "10 rows of the index") in [
+            (item.what, item.why) for item in retain(small.run, event_age_s=3600.0)
+        ]
+    with small.run.index.read() as connection:
+        kept = events.latest(connection, limit=1000)
+    ids = [event["event_id"] for event in kept] + [row["event_id"] for row in reversed(moved)]
+
+    def told(*words: object) -> list[dict[str, Any]]:
+        return list(cli("events", small.run.root, *words, "--json").json)
+
+    whole = told("--limit", 1000)
+    assert [event["event_id"] for event in whole] == ids
+    assert whole[: len(kept)] == kept
+    first = moved[0]
+    assert whole[-1] == {
+        **{name: first[name] for name in ("event_id", "name", "session_id", "unit_id")},
+        "at": clock.shown(first["at_ms"]),
+        "facts": json.loads(first["facts"]),
+    }
+    assert told("--limit", len(kept) + 13) == whole[: len(kept) + 13]
+    assert told("--limit", 1) == whole[:1]
+    assert told("--name", "units.") == [event for event in whole if event["name"].startswith("units.")]
+    with (
+        small.run.index.begin() as connection
+    ):  # as a restore from a backup of before the move brings them back
+        connection.execute(sa.insert(t.events), moved[-3:])
+    assert [event["event_id"] for event in told("--limit", 1000)] == ids
 
 
 def test_an_sqlite_index_that_is_mostly_free_pages_is_shrunk_while_others_have_it_open(

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -37,6 +38,7 @@ from tests.conftest import CliResult
 from tests.contract.stored import (
     NO_GRACE,
     assert_sound,
+    await_blocked,
     end_sessions,
     kill_cli,
     pack_files,
@@ -48,8 +50,8 @@ from tests.contract.stored import (
 
 
 @pytest.fixture
-def settings(index_url: str) -> dict[str, str]:
-    return {**NO_GRACE, **({"run.index_url": index_url} if index_url else {})}
+def settings(settings: dict[str, str]) -> dict[str, str]:
+    return {**NO_GRACE, **settings}
 
 
 @pytest.fixture
@@ -164,9 +166,11 @@ def test_a_file_without_a_row_is_left_alone_until_it_is_old(small: SmallRun) -> 
 def test_folders_that_no_row_names_go_unless_their_trainer_may_still_commit_them(small: SmallRun) -> None:
     role = small.trainer()
     names = {
-        "mine": f"checkpoints/c000009-main-f{role.fence}",
-        "half": f"checkpoints/.c000009-main-f{role.fence + 7}.partial-0af3",
-        "old": f"checkpoints/c000009-main-f{role.fence + 7}",
+        "mine": consume.checkpoint_path(role, 9),
+        "my weights": f"weights/v000009-main-f{role.fence}-f12345678901",  # its digest looks like a fence
+        "half": f"checkpoints/.c000009-main.trainer-f{role.fence + 7}.partial-0af3",
+        "old": consume.checkpoint_path(replace(role, fence=role.fence + 7), 9),
+        "of an earlier program": f"checkpoints/c000009-main-f{role.fence + 7}",
         "weights": f"weights/v000009-main-f{role.fence + 7}-0123456789ab",
         "theirs": "checkpoints/my own copy",
     }
@@ -175,11 +179,12 @@ def test_folders_that_no_row_names_go_unless_their_trainer_may_still_commit_them
         (small.run.root / name / "state").write_bytes(b"1234")
     swept = sweep(small.run)
     assert sorted((i.subject, i.num_bytes) for i in swept) == sorted(
-        (names[n], 4) for n in ("half", "old", "weights")
+        (names[n], 4) for n in ("half", "old", "of an earlier program", "weights")
     )
-    assert {n for n, name in names.items() if (small.run.root / name).exists()} == {"mine", "theirs"}
+    left = {n for n, name in names.items() if (small.run.root / name).exists()}
+    assert left == {"mine", "my weights", "theirs"}
     end_sessions(small, "train")
-    assert [i.subject for i in sweep(small.run)] == [names["mine"]]
+    assert [i.subject for i in sweep(small.run)] == [names["mine"], names["my weights"]]
 
 
 # ---- what stays
@@ -257,7 +262,7 @@ def test_only_what_is_there_can_be_pinned(small: SmallRun) -> None:
         (PinKind.PACK, "4711"),
         (PinKind.BATCH, "9"),
         (PinKind.BATCH, "first"),
-        (PinKind.CHECKPOINT, "c000009-main-f1"),
+        (PinKind.CHECKPOINT, "c000009-main.trainer-f1"),
         (PinKind.CHECKPOINT, "9"),
         (PinKind.WEIGHTS, "v9"),
     ):
@@ -347,22 +352,6 @@ def test_who_comes_second_waits_for_the_first_and_loses_on_postgresql(
                 assert not other.done()
             assert other.result(timeout=30) is False
         assert state_of(run, extent.path) is (PackState.CONDEMNED if first == "condemn" else PackState.SEALED)
-
-
-def await_blocked(server: PostgresServer, run: Run) -> None:
-    """Wait until a statement of the run's database waits for a lock."""
-    database = sa.make_url(run.index.url).database
-    deadline = time.monotonic() + 30
-    with server.connect() as connection:
-        while True:
-            (waiting,) = connection.execute(
-                "SELECT count(*) FROM pg_stat_activity WHERE datname = %s AND wait_event_type = 'Lock'",
-                (database,),
-            ).fetchone() or (0,)
-            if waiting:
-                return
-            assert time.monotonic() < deadline, "nobody waits for a lock"
-            time.sleep(0.01)
 
 
 def test_two_sweeps_at_once_remove_everything_once(small: SmallRun) -> None:

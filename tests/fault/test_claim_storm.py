@@ -59,7 +59,7 @@ CALM = frozenset({"ready", "claimed", "completed", "ended"})
 
 
 def settings_of(index_url: str) -> dict[str, str]:
-    return {"lease.ttl_s": "600", **({"run.index_url": index_url} if index_url else {})}
+    return {"lease.ttl_s": "600", "run.index_url": index_url}
 
 
 def test_64_processes_claim_and_complete_on_sqlite_without_an_error(

@@ -34,6 +34,7 @@ from strawflow.packs.reader import PackReader
 from strawflow.packs.salvage import salvage
 from strawflow.packs.store import PackStore
 from strawflow.packs.writer import PackWriter
+from strawflow.testing.damage import flip
 from strawflow.testing.pack_rows import made_up_rows
 
 ROWS = 20
@@ -214,14 +215,6 @@ def small_pack(root: Path, kind: str) -> SmallPack:
     writer.seal()
     place = root / writer.path
     return SmallPack(root, place, place.read_bytes(), extents, rows)
-
-
-def flip(place: Path, position: int, mask: int) -> None:
-    with place.open("r+b") as file:
-        file.seek(position)
-        byte = file.read(1)[0]
-        file.seek(position)
-        file.write(bytes([byte ^ mask]))
 
 
 def read_or_refuse(pack: SmallPack, *, sealed: bool) -> list[bool]:

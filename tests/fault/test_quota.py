@@ -12,10 +12,10 @@ from strawflow.errors import StorageError
 from strawflow.flow import admit, quota, retain
 from strawflow.flow import compact as compacting
 from strawflow.flow.check import check
-from strawflow.flow.exchange import Submission
 from strawflow.flow.run import open_run
 from strawflow.flow.session import WorkerSession
 from strawflow.flow.status import snapshot
+from strawflow.flow.submission import Submission
 from strawflow.flow.sweep import sweep
 from strawflow.index import events, meta, units
 from strawflow.index.leases import Wanted
@@ -99,7 +99,7 @@ def test_a_quota_holds_however_much_the_disk_has_and_retention_makes_room_beneat
     settings = {"storage.sweep_grace_s": "0", "storage.keep_checkpoints": "1", "trainer.steps": "20"}
     with small_run(tmp_path, num_prompts=64, settings=settings) as small:
         small.advance(4)
-        ballast = small.run.root / "checkpoints/c000001-main-f1/optimizer"
+        ballast = small.run.root / "checkpoints/c000001-main.trainer-f1/optimizer"
         ballast.write_bytes(bytes(4_000_000))  # the oldest checkpoint is what takes the room
         root = small.run.root
         end_sessions(small)

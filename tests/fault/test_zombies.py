@@ -54,8 +54,8 @@ def nest(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nest]:
 
 
 @pytest.fixture
-def settings(index_url: str) -> dict[str, str]:
-    return {**LEASE, **({"run.index_url": index_url} if index_url else {})}
+def settings(settings: dict[str, str]) -> dict[str, str]:
+    return {**LEASE, **settings}
 
 
 def take_back(run: Run, *, num_units: int) -> None:

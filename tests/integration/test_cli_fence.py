@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
 from strawflow.errors import LeaseLostError
-from strawflow.testing.runs import SmallRun, small_run
+from strawflow.testing.runs import SmallRun
 
 Cli = Callable[..., object]
-
-
-@pytest.fixture
-def small(tmp_path: Path, index_url: str) -> Iterator[SmallRun]:
-    with small_run(tmp_path, settings={"run.index_url": index_url} if index_url else None) as made:
-        yield made
 
 
 def test_workers_are_listed_with_what_they_hold(cli: Cli, small: SmallRun) -> None:

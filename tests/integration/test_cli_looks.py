@@ -278,9 +278,9 @@ def test_a_missing_pack_is_found(cli: Cli, small: SmallRun) -> None:
 
 def test_a_missing_checkpoint_folder_is_found(cli: Cli, small: SmallRun) -> None:
     small.advance(1)
-    shutil.rmtree(small.run.root / "checkpoints/c000001-main-f1")
+    shutil.rmtree(small.run.root / "checkpoints/c000001-main.trainer-f1")
     (found,) = findings(cli, small)
-    assert (found["check"], found["subject"]) == ("checkpoint", "checkpoints/c000001-main-f1")
+    assert (found["check"], found["subject"]) == ("checkpoint", "checkpoints/c000001-main.trainer-f1")
     assert "is missing" in found["message"]
 
 

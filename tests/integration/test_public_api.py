@@ -77,6 +77,20 @@ def test_importing_the_root_loads_nothing_heavy() -> None:
     assert out.strip() == "[]"
 
 
+def test_rows_of_a_batch_can_be_had_with_every_token_told(store: strawflow.Store) -> None:
+    store.admit(4)
+    with store.worker() as worker, store.consumer("trainer") as trainer:
+        worker.complete([grant.result(answers(grant)) for grant in worker.claim(2)])
+        batch = trainer.next_batch(2)
+        assert batch is not None
+        assert batch.rows["loss_mask"].null_count == batch.rows.num_rows == 4
+        whole = batch.with_every_token()
+        assert whole["loss_mask"].to_pylist() == [[1] * 5] * 4
+        assert whole["token_versions"].to_pylist() == [[-1] * 5] * 4
+        assert whole.drop(["loss_mask", "token_versions"]) == batch.rows.drop(["loss_mask", "token_versions"])
+        trainer.advance()
+
+
 # ---- the examples, as programs
 
 

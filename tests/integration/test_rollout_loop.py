@@ -8,6 +8,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ import pytest
 from strawflow.config import RunConfig
 from strawflow.errors import CorruptCheckpointError, EngineError
 from strawflow.flow import admit, assemble, consume, publish_weights
-from strawflow.flow.consume import Resumption
 from strawflow.flow.enqueue import EnqueueRequest, enqueue
 from strawflow.flow.run import Run, create_run
 from strawflow.flow.session import WorkerSession
@@ -75,12 +75,22 @@ def make_run(tmp_path: Path, model: Path) -> Iterator[Callable[..., Run]]:
         run.close()
 
 
-def publish(run: Run, session: WorkerSession, resumption: Resumption, *, step: int) -> str:
-    digest = weights_digest(run.model_path / "model.safetensors")
-    version_id = publish_weights.version_name(run, resumption.role, step=step, digest=digest)
-    shutil.copytree(run.model_path, run.root / publish_weights.weights_path(version_id))
-    publish_weights.publish_weights(session, resumption.role, step=step, version_id=version_id, digest=digest)
-    return version_id
+@contextmanager
+def trainer_of(run: Run) -> Iterator[Callable[[int], str]]:
+    """Be the trainer of a run; yields what publishes its model as the weights of a step and returns their id."""
+    with WorkerSession(run, "train") as session:
+        taken = consume.take_over(session)
+        assert taken is not None
+        role = taken.role
+
+        def publish(step: int) -> str:
+            digest = weights_digest(run.model_path / "model.safetensors")
+            version_id = publish_weights.version_name(run, role, step=step, digest=digest)
+            shutil.copytree(run.model_path, run.root / publish_weights.weights_path(version_id))
+            publish_weights.publish_weights(session, role, step=step, version_id=version_id, digest=digest)
+            return version_id
+
+        yield publish
 
 
 class Worker:
@@ -129,10 +139,8 @@ def rows_of(run: Run) -> list[dict[str, Any]]:
 
 
 def run_until(run: Run, num_completed: int) -> list[dict[str, Any]]:
-    with WorkerSession(run, "train") as session:
-        resumption = consume.take_over(session)
-        assert resumption is not None
-        publish(run, session, resumption, step=0)
+    with trainer_of(run) as publish:
+        publish(0)
         with Worker(run) as worker:
             worker.wait(lambda: len(completed(run)) >= num_completed)
     return rows_of(run)
@@ -221,10 +229,8 @@ def test_a_prompt_that_the_template_refuses_fails_alone_and_the_others_go_on(
 
 def test_units_in_flight_are_released_when_the_worker_drains(make_run: Callable[..., Run]) -> None:
     run = make_run(engine_options={"hang": "1"})
-    with WorkerSession(run, "train") as session:
-        resumption = consume.take_over(session)
-        assert resumption is not None
-        publish(run, session, resumption, step=0)
+    with trainer_of(run) as publish:
+        publish(0)
         with Worker(run) as worker:
 
             def leased() -> bool:
@@ -242,13 +248,11 @@ def test_an_engine_that_reports_other_weights_after_a_reload_is_not_used(
     make_run: Callable[..., Run],
 ) -> None:
     run = make_run(engine_options={"wrong-version": "1"})
-    with WorkerSession(run, "train") as session:
-        resumption = consume.take_over(session)
-        assert resumption is not None
-        publish(run, session, resumption, step=0)
+    with trainer_of(run) as publish:
+        publish(0)
         with Worker(run) as worker:
             worker.wait(lambda: len(completed(run)) >= NUM_UNITS)
-            publish(run, session, resumption, step=1)
+            publish(1)
             with pytest.raises(EngineError, match="reports"):
                 worker.wait(lambda: len(completed(run)) >= 2 * NUM_UNITS)
     assert len(completed(run)) == NUM_UNITS
@@ -256,10 +260,8 @@ def test_an_engine_that_reports_other_weights_after_a_reload_is_not_used(
 
 def test_weights_that_are_not_what_was_published_are_never_loaded(make_run: Callable[..., Run]) -> None:
     run = make_run()
-    with WorkerSession(run, "train") as session:
-        resumption = consume.take_over(session)
-        assert resumption is not None
-        version_id = publish(run, session, resumption, step=0)
+    with trainer_of(run) as publish:
+        version_id = publish(0)
         path = run.root / publish_weights.weights_path(version_id) / "model.safetensors"
         content = bytearray(path.read_bytes())
         content[-100] ^= 0xFF

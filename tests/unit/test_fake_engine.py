@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from strawflow import processes
 from strawflow.errors import ConfigError, InvalidInputError
 from strawflow.testing.fake_engine import DEATH_EXIT_CODE, FakeEngine, FakeEngineOptions, expected_generation
 from strawflow_workers.rollout.sglang_client import (
@@ -284,14 +285,6 @@ def test_as_a_process_it_dies_with_its_killed_parent() -> None:
         pid = json.loads(parent.stdout.readline())["pid"]
         os.kill(parent.pid, signal.SIGKILL)
         deadline = time.monotonic() + 10
-        while is_running(pid):
+        while processes.started_at(pid) is not None:
             assert time.monotonic() < deadline, "the fake engine outlived its parent"
             time.sleep(0.02)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"

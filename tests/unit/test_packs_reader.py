@@ -20,6 +20,7 @@ from strawflow.packs.reader import PackReader
 from strawflow.packs.tensors import to_tensor_batches
 from strawflow.packs.writer import PackWriter
 from strawflow.records import BATCH, SCHEMAS
+from strawflow.testing.damage import flip
 from strawflow.testing.pack_rows import made_up_rows
 
 
@@ -31,14 +32,6 @@ def write_pack(root: Path, kind: str, *, name: str = "a", num_extents: int = 3) 
     ]
     writer.seal()
     return extents
-
-
-def flip(place: Path, position: int, mask: int) -> None:
-    with place.open("r+b") as file:
-        file.seek(position)
-        byte = file.read(1)[0]
-        file.seek(position)
-        file.write(bytes([byte ^ mask]))
 
 
 @pytest.mark.parametrize("sealed", [False, True])

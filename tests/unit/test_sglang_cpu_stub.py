@@ -19,6 +19,7 @@ import pytest
 import torch
 
 import strawflow_workers.rollout as rollout
+from strawflow import processes
 from strawflow.errors import ConfigError
 from strawflow_workers.rollout.sglang_server import (
     SglangOptions,
@@ -268,7 +269,7 @@ def test_forked_and_spawned_processes_of_a_tree_die_with_the_one_that_is_killed(
         pids = [int(tree.stdout.readline()) for _ in range(2)]
         os.kill(tree.pid, signal.SIGKILL)
         deadline = time.monotonic() + 10
-        while remaining := [pid for pid in pids if is_running(pid)]:
+        while remaining := [pid for pid in pids if processes.started_at(pid) is not None]:
             assert time.monotonic() < deadline, f"{remaining} outlived their parent"
             time.sleep(0.02)
 
@@ -278,11 +279,3 @@ def test_a_process_whose_guardian_is_already_gone_ends_at_once() -> None:
         gone.wait()
     environment = {**os.environ, "PYTHONPATH": str(SHIM), "STRAWFLOW_GUARDIAN_PID": str(gone.pid)}
     assert subprocess.run([sys.executable, "-c", "print(1)"], env=environment, check=False).returncode == -9
-
-
-def is_running(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"
