@@ -434,27 +434,30 @@ class Exchange:
 
 
 _WINDOW = "window"
+"""Verb of a receipt that holds the answers of several submissions, by the numbers that their ids end with."""
 
 
 def _receipts_of(window: Sequence[_Part], answers: Mapping[str, Answer]) -> list[Receipt]:
     """Return a receipt for each answer; those that only the exchange will ask for stand together in one."""
-    told = {i: answers[i].receipt() for p in window if (i := p.submission_id) in answers}
-    first = [i for p in window if p.is_first and (i := p.submission_id) in told]
-    alone = [
-        Receipt(i, "exchange", p.digest, told[i])
-        for p in window
-        if not p.is_first and (i := p.submission_id) in told
-    ]
-    return [*alone, Receipt(first[0], _WINDOW, b"", {i: told[i] for i in first})] if first else alone
+    told = [(p, answers[p.submission_id].receipt()) for p in window if p.submission_id in answers]
+    alone = [Receipt(p.submission_id, "exchange", p.digest, answer) for p, answer in told if not p.is_first]
+    first = {p.submission_id: answer for p, answer in told if p.is_first}
+    if not first:
+        return alone
+    numbered = {submission_id.rpartition("-")[2]: answer for submission_id, answer in first.items()}
+    return [*alone, Receipt(next(iter(first)), _WINDOW, b"", numbered)]
 
 
 def _expanded(known: Mapping[str, Receipt]) -> dict[str, Receipt]:
+    """Return a receipt for each submission, those that stand together told apart."""
     expanded: dict[str, Receipt] = {}
-    for receipt in known.values():
-        if receipt.verb == _WINDOW:
-            expanded.update({i: Receipt(i, "exchange", b"", told) for i, told in receipt.answer.items()})
-        else:
-            expanded[receipt.submission_id] = receipt
+    for submission_id, receipt in known.items():
+        if receipt.verb != _WINDOW:
+            expanded[submission_id] = receipt
+            continue
+        prefix = submission_id.rpartition("-")[0]
+        for number, answer in receipt.answer.items():
+            expanded[f"{prefix}-{number}"] = Receipt(f"{prefix}-{number}", "exchange", b"", answer)
     return expanded
 
 
