@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import sqlite3
 import time
 from pathlib import Path
 
@@ -23,6 +24,51 @@ def append_and_sync(path: Path, pieces: list[bytes]) -> float:
         return time.perf_counter() - started
     finally:
         os.close(descriptor)
+
+
+def write(path: Path, piece: bytes) -> float:
+    """Append a piece, no sync; returns the seconds it took: what the page cache takes."""
+    with path.open("ab", buffering=0) as file:
+        started = time.perf_counter()
+        view = memoryview(piece)
+        while view:
+            view = view[file.write(view) :]
+        return time.perf_counter() - started
+
+
+class TwoSyncs:
+    """What a durable cycle cannot do without: bytes appended and synced, then a row for each in an SQLite log, synced too."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / "two-syncs.raw"
+        self._database = sqlite3.connect(folder / "two-syncs.sqlite", isolation_level=None)
+        for statement in (
+            "PRAGMA journal_mode=WAL",
+            "PRAGMA synchronous=FULL",
+            "CREATE TABLE names (place INTEGER PRIMARY KEY, digests BLOB)",
+        ):
+            self._database.execute(statement)
+
+    def cycles(self, pieces: list[bytes], *, window: int) -> float:
+        """Append the pieces, `window` of them to a sync and a transaction; returns cycles per second."""
+        descriptor = os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            started = time.perf_counter()
+            for start in range(0, len(pieces), window):
+                together = pieces[start : start + window]
+                os.writev(descriptor, together)
+                os.fdatasync(descriptor)
+                self._database.execute("BEGIN IMMEDIATE")
+                self._database.executemany(
+                    "INSERT INTO names (digests) VALUES (?)", [(piece[:16],) for piece in together]
+                )
+                self._database.execute("COMMIT")
+            return len(pieces) / (time.perf_counter() - started)
+        finally:
+            os.close(descriptor)
+
+    def close(self) -> None:
+        self._database.close()
 
 
 class MappedFile:

@@ -3,6 +3,9 @@
 1. Leases in an SQLite index are judged by (boot id, seconds since boot): no wall-clock step can move them, and a
    reboot is seen as a new boot id that expires them all.
 2. A worker trusts its lease by the monotonic clock only; wall time is for display.
+3. Who waits for what another process will commit looks again and again (`look_until_found`): nothing would wake it.
+
+It knows no index: what is looked for is the caller's.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TypeVar
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 BOOT_ID_PATH = Path("/proc/sys/kernel/random/boot_id")
 
@@ -46,7 +49,7 @@ def shown(at_ms: int) -> str:
     return datetime.fromtimestamp(at_ms / 1000, UTC).isoformat(timespec="milliseconds")
 
 
-def look_until_found(look: Callable[[], T], *, wait_s: float) -> T:
+def look_until_found(look: Callable[[], _T], *, wait_s: float) -> _T:
     """Look at least once, and again for up to `wait_s` seconds while nothing (false) is found; returns the last finding."""
     deadline = time.monotonic() + wait_s
     while not (found := look()) and (left_s := deadline - time.monotonic()) > 0:

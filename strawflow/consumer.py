@@ -16,9 +16,9 @@ from types import TracebackType
 import pyarrow as pa
 
 from strawflow import clock
-from strawflow.errors import ConflictError, LeaseLostError
+from strawflow.errors import ConflictError, InvalidInputError, LeaseLostError
 from strawflow.flow import by_reference, consume, publish_weights, rescue
-from strawflow.flow.checkpoint_folder import seal_folder
+from strawflow.flow.checkpoint_folder import seal_folder, verified_folder
 from strawflow.flow.consume import Resumption
 from strawflow.flow.run import Run
 from strawflow.flow.session import WorkerSession
@@ -44,24 +44,39 @@ class Batch:
         """Return trajectory rows whose `loss_mask` and `token_versions` are told for every token.
 
         In `rows` they are null where one word tells them: every token trained, one version sampled it all.
+
+        Raises:
+            InvalidInputError: the rows are packed sequences.
+            CorruptPackError: a row tells another number of items than it has tokens.
         """
-        whole = [with_every_token(rows) for rows in self.rows.combine_chunks().to_batches()]
+        if "response_tokens" not in self.rows.column_names:
+            raise InvalidInputError(
+                f"step {self.step} holds packed sequences, told for every token as they are; take its `rows`"
+            )
+        whole = [with_every_token(rows) for rows in self.rows.to_batches()]
         return pa.Table.from_batches(whole, schema=self.rows.schema)
 
 
 class Consumer:
-    """Reads batches in order; made by `Store.consumer`. Use as a context manager."""
+    """Reads batches in order; made by `Store.consumer`. Use as a context manager.
+
+    When the block is left by an error, the name is free at once: nothing uncommitted counts, its batches come again.
+    """
 
     def __init__(self, run: Run, name: str, *, purposes: tuple[str, ...], wait_s: float) -> None:
         self._run = replace(run, consumer=name)
         self._purpose = purposes[-1]
         consume.require_consumer_name(self._run)
         self._session = WorkerSession(self._run, f"consumer-{name}")
-        consume.ensure_consumer(self._session, purposes=purposes)
-        self._role = self._take_over(wait_s)
-        self._assembler = self._take_assembler()
-        with self._run.index.read() as connection:
-            self._position = consumers.find(connection, run.branch, name).position
+        try:
+            consume.ensure_consumer(self._session, purposes=purposes)
+            self._role = self._take_over(wait_s)
+            self._assembler = self._take_assembler()
+            with self._run.index.read() as connection:
+                self._position = consumers.find(connection, run.branch, name).position
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
+            raise
         self._handed_out = self._position
 
     @property
@@ -108,8 +123,14 @@ class Consumer:
         self._position = step
 
     def checkpoint_folder(self, step: int | None = None) -> Path:
-        """Return the folder to write the checkpoint of `step` into; it belongs to nobody until it is committed."""
-        folder = self._run.root / consume.checkpoint_path(self._role, self._require_handed_out(step))
+        """Return the folder to write the checkpoint of `step` into; it belongs to nobody until it is committed.
+
+        Raises:
+            ConflictError: the step was not handed out, or has its checkpoint: writing again would damage it.
+        """
+        step = self._require_handed_out(step)
+        consume.require_no_checkpoint(self._run, step=step)
+        folder = self._run.root / consume.checkpoint_path(self._role, step)
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
@@ -125,7 +146,8 @@ class Consumer:
         """
         step = self._require_handed_out(step)
         stands_for = consume.stands_for(self._run, self._role, step=step)
-        digest = seal_folder(self.checkpoint_folder(step), stands_for=stands_for)
+        folder = self._run.root / consume.checkpoint_path(self._role, step)
+        digest = seal_folder(folder, stands_for=stands_for)
         made = consume.commit_checkpoint(
             self._session, self._role, step=step, previous_step=self._position, state_digest=digest
         )
@@ -133,9 +155,13 @@ class Consumer:
         return made.checkpoint_id
 
     def newest_checkpoint(self) -> tuple[int, Path] | None:
-        """Return (step, folder) of the newest committed checkpoint; None before the first."""
+        """Return (step, folder) of the newest committed checkpoint, all its files read and checked; None before the first.
+
+        Raises:
+            CorruptCheckpointError: the folder or a file in it is missing or damaged; names it and what can be done.
+        """
         found = consume.newest_checkpoint(self._run)
-        return None if found is None else (found.step, self._run.root / found.path)
+        return None if found is None else (found.step, verified_folder(self._run, found))
 
     def publish_weights(self, step: int, file: Path) -> str:
         """Publish a safetensors file as the weights of a step, for workers to sample from; returns their version id.
@@ -163,6 +189,9 @@ class Consumer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._session.__exit__(kind, error, trace)
+        if kind is not None:
+            # A dead handle must not keep its own process from the name until the lease ends.
+            rescue.give_up(self._session, reason=f"its block was left by {kind.__name__}")
 
     def _take_over(self, wait_s: float) -> Role:
         def look() -> Resumption | None:
@@ -190,13 +219,17 @@ class Consumer:
     def _plan(self, num_groups: int, at_least: int) -> Batch | None:
         if self._assembler is None:
             return None
-        planned = by_reference.plan_next(
-            self._session,
-            self._assembler,
-            purpose=self._purpose,
-            num_groups=num_groups,
-            at_least=at_least,
-        )
+        try:
+            planned = by_reference.plan_next(
+                self._session,
+                self._assembler,
+                purpose=self._purpose,
+                num_groups=num_groups,
+                at_least=at_least,
+            )
+        except ConflictError:
+            # A group was taken back, or weights died, between the look and the plan: what is left is looked at afresh.
+            return None
         if planned is None:
             return None
         batch, rows = planned
@@ -211,6 +244,7 @@ class Consumer:
         return Batch(found.step, found.digest, found.num_units, rows)
 
     def _require_handed_out(self, step: int | None) -> int:
+        self._session.require_not_lost()
         step = self._handed_out if step is None else step
         if not self._position <= step <= self._handed_out or step == 0:
             raise ConflictError(

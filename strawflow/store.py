@@ -100,6 +100,9 @@ class Store:
 
         The order is a keyed permutation of each epoch (`run.seed`); the cursor moves in the transaction that makes the
         groups, so none is admitted twice or left out.
+
+        Raises:
+            InvalidInputError: the count is negative, or nothing was enqueued to the dataset.
         """
         return admit.admit_more(self._writer(), count=count, dataset_id=dataset)
 
@@ -110,7 +113,7 @@ class Store:
     def consumer(
         self, name: str = "trainer", *, purposes: tuple[str, ...] = ("train",), wait_s: float = 0.0
     ) -> Consumer:
-        """Become the named consumer, which is created when first asked for and then is offered all there is.
+        """Become the named consumer, which is created when first asked for and then is offered all that its branch holds.
 
         Raises:
             LeaseLostError: another live process is it, for longer than `wait_s` seconds.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from strawflow.cli.group import QuickGroup
-from strawflow.cli.options import JsonFlag, RunArgument, opened
+from strawflow.cli.options import ConsumerOption, JsonFlag, RunArgument, opened
 
 if TYPE_CHECKING:
     from strawflow.flow.status import BatchDetail
@@ -19,6 +19,7 @@ app = typer.Typer(cls=QuickGroup, help="List batches, or open one.", no_args_is_
 def list_batches(
     run: RunArgument,
     last: Annotated[int | None, typer.Option(min=1, help="Only the newest so many.")] = None,
+    consumer: ConsumerOption = "trainer",
     as_json: JsonFlag = False,
 ) -> None:
     """List the planned batches in step order."""
@@ -26,7 +27,7 @@ def list_batches(
     from strawflow.index import batches
 
     with opened(run) as found, found.index.read() as connection:
-        listed = batches.listed(connection, found.branch, found.consumer)
+        listed = batches.listed(connection, found.branch, consumer)
     if last is not None:
         listed = listed[-last:]
     if as_json:
@@ -70,9 +71,12 @@ def show(
     step: Annotated[int | None, typer.Argument(min=1, help="The newest planned step if left out.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Open one batch: the fate of each member with reason, reward, staleness and lengths, and where the rows lie."""
+    """Open one batch: the fate of each member with reason, reward, staleness and lengths, and where the rows lie.
+
+    Damage is told in place of what it hit, and the exit code is 11 then.
+    """
     from strawflow.cli import output
-    from strawflow.errors import NotFoundError
+    from strawflow.errors import CorruptPackError, NotFoundError
     from strawflow.flow.status import batch_detail
     from strawflow.index import consumers
 
@@ -87,6 +91,8 @@ def show(
         output.print_json(detail)
     else:
         _print(detail)
+    if detail.damage is not None or any(m["damage"] is not None for m in detail.micro_batches):
+        raise typer.Exit(CorruptPackError.exit_code)
 
 
 def _print(detail: BatchDetail) -> None:
@@ -113,9 +119,13 @@ def _print(detail: BatchDetail) -> None:
         "mini_batch",
         "micro_batch",
     )
-    output.print_table(
-        names, [[m[name] for name in names] for m in detail.members], empty="the plan is empty"
-    )
+    if detail.damage is None:
+        members = [[m[name] for name in names] for m in detail.members]
+        output.print_table(names, members, empty="the plan is empty")
+    else:
+        print(f"DAMAGED plan, so only the fate of each unit is told: {detail.damage}")
+        fates = [(u["unit_id"], u["outcome"], u["reason"]) for u in detail.units]
+        output.print_table(("unit", "outcome", "reason"), fates, empty="no units")
     columns = (
         "mini_batch",
         "slice",
@@ -129,3 +139,7 @@ def _print(detail: BatchDetail) -> None:
     output.print_table(
         columns, [[m[name] for name in columns] for m in detail.micro_batches], empty="no packed rows"
     )
+    for m in detail.micro_batches:
+        if m["damage"] is not None:
+            place = f"{m['mini_batch']}, slice {m['slice']}, micro-batch {m['micro_batch']}"
+            print(f"DAMAGED mini-batch {place}: {m['damage']}")

@@ -130,7 +130,7 @@ def restore(
     yes: YesFlag = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Bring the index back to a backup and on to what the packs tell since, all workers stopped."""
+    """Bring the index back to a backup and on to what the packs tell since, all workers stopped; exit 11 when packs are missing."""
     from strawflow.cli import output
     from strawflow.cli.worker import existing_run
     from strawflow.flow import restore as restoring
@@ -140,10 +140,19 @@ def restore(
     if as_json:
         output.print_json(outcome)
     else:
-        _print_restoration(outcome)
+        _print_restoration(run_folder(run), outcome)
+    if outcome.replayed is not None:
+        _exit_if_missing(outcome.replayed)
 
 
-def _print_restoration(outcome: Restoration) -> None:
+def _exit_if_missing(found: Reconstruction) -> None:
+    from strawflow.errors import CorruptPackError
+
+    if found.num_missing:
+        raise typer.Exit(CorruptPackError.exit_code)
+
+
+def _print_restoration(run: Path, outcome: Restoration) -> None:
     manifest = outcome.manifest
     there = "unreadable" if outcome.num_rows_replaced is None else f"{outcome.num_rows_replaced} rows"
     print(f"{outcome.folder}: sound, taken {manifest.created_at} from {manifest.dialect}")
@@ -157,11 +166,21 @@ def _print_restoration(outcome: Restoration) -> None:
         print("nothing was changed; --yes does it")
         return
     print(
-        f"{outcome.num_sessions_lost} sessions were declared lost, {outcome.num_units_ready} units are offered again; "
-        "nothing is swept until the packs were matched against the index"
+        f"{outcome.num_sessions_lost} sessions were declared lost, {outcome.num_units_ready} units are offered again"
     )
     if outcome.kept is not None:
         print(f"the damaged index is kept as {outcome.kept}")
+    if outcome.replayed is not None:
+        _print_next(run, outcome.replayed)
+
+
+def _print_next(run: Path, found: Reconstruction) -> None:
+    if found.num_missing:
+        print(
+            f"{found.num_missing} packs that the index names are missing or too short: put the files back from a copy, or "
+            f"`strawflow index quarantine {run} --yes` sets aside what they held and `--reopen` has it generated again"
+        )
+    print(f"nothing is swept until packs and index were matched; next: strawflow storage reconcile {run}")
 
 
 @app.command()
@@ -177,6 +196,7 @@ def rebuild(
     outcome = verb(existing_run(run), lossy=lossy)
     if as_json:
         output.print_json(outcome)
+        _exit_if_missing(outcome.rebuilt)
         return
     print(
         f"{'rebuilt' if outcome.done else 'would rebuild'} {outcome.index} ({outcome.found}); "
@@ -187,8 +207,11 @@ def rebuild(
     print("no pack holds, and so is gone: " + "; ".join(outcome.not_kept))
     if outcome.kept is not None:
         print(f"the damaged index is kept as {outcome.kept}")
-    if not outcome.done:
+    if outcome.done:
+        _print_next(run_folder(run), outcome.rebuilt)
+    else:
         print("nothing was changed; --yes does it")
+    _exit_if_missing(outcome.rebuilt)
 
 
 @app.command()
@@ -197,13 +220,21 @@ def quarantine(
     reopen: Annotated[
         bool,
         typer.Option(
-            "--reopen", help="Have groups that nothing trained generated again, if what they gave is damaged."
+            "--reopen",
+            help="Have groups that no consumer trained or dropped generated again, if what they gave is damaged; the "
+            "others drop for the consumers that still wait for them.",
         ),
     ] = False,
     yes: YesFlag = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Find damaged extents, contain them, and say what each of them held and what becomes of it."""
+    """Find damaged extents, contain them, and say what each of them held and what becomes of it.
+
+    A group that a consumer has trained or dropped is never generated again: that consumer would get it twice. With
+    --reopen it is dropped, for ever, for each consumer that still waits for it; without, that consumer stops at it.
+    Restore the file from a copy and run this again instead if such a consumer must have it.
+    A consumer made later is not offered what is in quarantine; what is given back is offered to it then.
+    """
     from strawflow.cli import output
     from strawflow.errors import CorruptPackError
     from strawflow.flow.quarantine import quarantine_damage
@@ -233,8 +264,18 @@ def _print_quarantine(report: QuarantineReport) -> None:
     told = [
         (f"extents {would}given back from quarantine", report.given_back),
         (f"units {would}generated again", report.reopened),
-        (f"units {would}dropped for consumers they waited for", report.dropped),
+        *(
+            (f"units {would}dropped for {line}: another consumer has trained or dropped them", unit_ids)
+            for line, unit_ids in report.dropped.items()
+        ),
         ("units left as they are; --reopen generates them again", report.left_open),
+        *(
+            (
+                f"units wait for {line}, another consumer has trained or dropped them; --reopen drops them for it",
+                unit_ids,
+            )
+            for line, unit_ids in report.left_waiting.items()
+        ),
         ("units that have their fate and need nothing any more", report.trained),
         ("units whose weights are gone, so that they cannot be generated again", report.unservable),
     ]
@@ -243,10 +284,14 @@ def _print_quarantine(report: QuarantineReport) -> None:
             print(f"{len(ids)} {what}: {', '.join(map(str, ids[:20]))}{' ...' if len(ids) > 20 else ''}")
     for line, steps in report.voided.items():
         print(f"batches of {line} {would}taken back: steps {', '.join(map(str, steps))}")
+    for what in report.beside:
+        print(what)
     for what in report.stopped:
         print(f"the run cannot go on without {what}")
-    if not report.done:
+    if report.has_work and not report.done:
         print("nothing was changed; --yes does it")
+    elif report.damaged and not report.has_work:
+        print("all of it is in quarantine already: nothing was left to do")
 
 
 def _print_reconstruction(found: Reconstruction) -> None:

@@ -19,6 +19,7 @@ import strawflow
 from strawflow.cli import (
     batch,
     branch,
+    checkpoint,
     enqueue,
     events,
     index,
@@ -52,6 +53,7 @@ app.add_typer(worker.app, name="worker")
 app.command()(resume.resume)
 app.command()(status.status)
 app.add_typer(branch.app, name="branch")
+app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(batch.app, name="batch")
 app.add_typer(unit.app, name="unit")
 app.command()(replay.replay)

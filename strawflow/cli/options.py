@@ -20,6 +20,7 @@ RunArgument = Annotated[
 JsonFlag = Annotated[
     bool, typer.Option("--json", envvar="STRAWFLOW_JSON", help="Print JSON; errors too, on stderr.")
 ]
+ConsumerOption = Annotated[str, typer.Option("--consumer", metavar="NAME", help="Which consumer's.")]
 
 
 def run_folder(run: str) -> Path:

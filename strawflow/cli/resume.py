@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from strawflow.cli.options import JsonFlag, RunArgument
-from strawflow.cli.worker import existing_run, json_arguments, replace_by_worker
+from strawflow.cli.options import JsonFlag, RunArgument, opened
+from strawflow.cli.worker import existing_run, json_arguments, replace_by_worker, require_installed
 
 
 def resume(
@@ -30,7 +30,7 @@ def resume(
     """Start all workers of a run here and keep them running until its last step; goes on after any crash.
 
     With --from and --branch a new line of history starts at that checkpoint: later batches, weights and checkpoints
-    stay listed under the old branch and are not read.
+    stay listed under the old branch and are not read. `strawflow branch create` makes it and starts nobody.
     """
     folder = existing_run(run)
     if bool(from_checkpoint) != bool(branch) or (reuse_trajectories and not branch):
@@ -40,18 +40,12 @@ def resume(
             "a new branch needs both: strawflow resume RUN --from CHECKPOINT --branch NAME"
         )
     if branch:
-        from contextlib import closing
+        from strawflow.cli.branch import branch_off
+        from strawflow.flow import inputs
 
-        from strawflow.flow.branch import create_branch
-        from strawflow.flow.run import open_run
-
-        with closing(open_run(folder)) as found:
-            made = create_branch(
-                found, checkpoint=from_checkpoint, name=branch, reuse_trajectories=reuse_trajectories
-            )
-        if not as_json:
-            print(
-                f"branch {made.branch_id} from {made.from_checkpoint_id}: {made.num_pristine} groups start again, "
-                f"{made.num_reused} keep their trajectories"
-            )
+        # What stands in the way of the workers is told before there is a branch, not after.
+        with opened(run) as found:
+            inputs.require(found)
+            require_installed("supervise")
+            branch_off(found, from_checkpoint, branch, reuse=reuse_trajectories, is_quiet=as_json)
     replace_by_worker("supervise", [str(folder), *json_arguments(as_json)])

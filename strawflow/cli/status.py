@@ -104,10 +104,25 @@ def _lines(s: RunStatus) -> list[Any]:
             else f"{len(s.checkpoints)}, newest {last.checkpoint_id} ({last.created_at})",
         )
     )
-    if s.shortage is not None:
-        facts.append(("STORAGE", f"nothing is admitted or claimed: {s.shortage}"))
+    facts += _alarms(s)
     facts.append(("disk", ", ".join(f"{name} {size(used)}" for name, used in s.disk_bytes.items())))
     return [Text.assemble((f"{name:<12} ", "dim"), value) for name, value in facts]
+
+
+def _alarms(s: RunStatus) -> list[tuple[str, str]]:
+    """Return what somebody has to do something about, with the command that helps."""
+    found = []
+    if s.shortage is not None:
+        found.append(("STORAGE", f"nothing is admitted or claimed: {s.shortage}"))
+    if s.num_quarantined:
+        held = f"{s.num_quarantined} damaged extents"
+        found.append(("QUARANTINE", f"{held}; `strawflow index quarantine {s.root}` tells what they held"))
+    if s.sweep_blocked is not None:
+        why = s.sweep_blocked
+        found.append(
+            ("SWEEP", f"nothing is swept ({why}); `strawflow storage reconcile {s.root}` allows it again")
+        )
+    return found
 
 
 def _units(s: RunStatus) -> Any:

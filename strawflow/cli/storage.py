@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from strawflow.cli.group import QuickGroup
-from strawflow.cli.options import JsonFlag, RunArgument, opened
+from strawflow.cli.options import JsonFlag, RunArgument, opened, run_folder
 
 if TYPE_CHECKING:
     from strawflow.flow.sweep import Collected
@@ -212,13 +212,21 @@ def reconcile(
         output.print_json(collected)
     else:
         _print_items(collected, empty="packs and index match")
-        print(
-            "sweeping is allowed"
-            if collected.done
-            else "nothing was changed" + ("" if yes else "; --yes does it")
-        )
+        print("sweeping is allowed" if collected.done else f"nothing was changed; {_way_on(run, collected)}")
     if yes and not collected.done:
         raise typer.Exit(ConflictError.exit_code)
+
+
+def _way_on(run: str, collected: Collected) -> str:
+    """Say what allows sweeping again."""
+    from strawflow.flow.reconcile import MISSING
+
+    if not any(item.what == MISSING for item in collected.items):
+        return "--yes allows sweeping again"
+    return (
+        "--yes will not do while bytes are missing: put the files back from a copy, or contain the loss with `strawflow index "
+        f"quarantine {run_folder(run)} --yes` and reconcile again, or allow sweeping all the same with --accept-missing --yes"
+    )
 
 
 def _print(collected: Collected, *, as_json: bool, empty: str) -> None:
@@ -239,11 +247,10 @@ def _print(collected: Collected, *, as_json: bool, empty: str) -> None:
 def _print_items(collected: Collected, *, empty: str) -> None:
     from strawflow.cli import output
 
-    output.print_table(
-        ("what", "which", "why", "bytes"),
-        [(item.what, item.subject, item.why, output.size(item.num_bytes)) for item in collected.items],
-        empty=empty,
-    )
+    rows = [(item.what, item.subject, item.why, output.size(item.num_bytes)) for item in collected.items]
+    columns = ("what", "which", "why", "bytes")
+    width = len(columns) if collected.num_bytes else len(columns) - 1  # a column of zeros says nothing
+    output.print_table(columns[:width], [row[:width] for row in rows], empty=empty)
 
 
 def _print_usage(seen: Usage) -> None:

@@ -81,8 +81,12 @@ def list_units(
 def show(
     run: RunArgument, unit: Annotated[int, typer.Argument(help="Id of the unit.")], as_json: JsonFlag = False
 ) -> None:
-    """Open one unit: its prompt, its accepted trajectories, what became of it, its events."""
+    """Open one unit: its prompt, its accepted trajectories, what became of it, its events.
+
+    Damage is told in place of what it hit, and the exit code is 11 then.
+    """
     from strawflow.cli import output
+    from strawflow.errors import CorruptPackError
     from strawflow.flow.status import unit_detail
 
     with opened(run) as found:
@@ -91,6 +95,8 @@ def show(
         output.print_json(detail)
     else:
         _print(detail)
+    if detail.prompt_damage is not None or detail.damage is not None:
+        raise typer.Exit(CorruptPackError.exit_code)
 
 
 @app.command()
@@ -140,9 +146,12 @@ def _print(detail: UnitDetail) -> None:
         print(f"leased to {u.session_id}")
     if u.last_error:
         print(f"last error: {u.last_error}")
-    print(f"prompt: {output.clipped(detail.prompt['prompt'], 300)}")
-    print(f"label: {output.clipped(detail.prompt['label'], 120) or '-'}")
-    print(f"from {detail.prompt['source']}, line {detail.prompt['source_line']}")
+    if detail.prompt is None:
+        print(f"DAMAGED prompt: {detail.prompt_damage}")
+    else:
+        print(f"prompt: {output.clipped(detail.prompt['prompt'], 300)}")
+        print(f"label: {output.clipped(detail.prompt['label'], 120) or '-'}")
+        print(f"from {detail.prompt['source']}, line {detail.prompt['source_line']}")
     for fate in detail.fates:
         where = "" if fate["step"] is None else f" in step {fate['step']}"
         print(
@@ -161,7 +170,9 @@ def _print(detail: UnitDetail) -> None:
             )
             for m in detail.members
         ],
-        empty="no accepted trajectories",
+        empty="no accepted trajectories"
+        if detail.damage is None
+        else f"DAMAGED trajectories: {detail.damage}",
     )
     for event in detail.events:
         print(f"{event['at']}  {event['name']}  {event['session_id'] or ''}")

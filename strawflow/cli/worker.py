@@ -52,12 +52,21 @@ def replace_by_worker(verb: str, arguments: Sequence[str]) -> NoReturn:
     Raises:
         ConfigError: the workers, or what this one needs, are not installed.
     """
-    _require("strawflow_workers", "rollout,trainer", verb)
-    for module, extra in NEEDS[verb]:
-        _require(module, extra, verb)
+    require_installed(verb)
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(sys.executable, [sys.executable, "-m", ENTRY, verb, *arguments])
+
+
+def require_installed(verb: str) -> None:
+    """Refuse a worker that cannot start here.
+
+    Raises:
+        ConfigError: the workers, or what this one needs, are not installed.
+    """
+    _require("strawflow_workers", "rollout,trainer", verb)
+    for module, extra in NEEDS[verb]:
+        _require(module, extra, verb)
 
 
 def existing_run(run: str) -> Path:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from strawflow import config as configuration
-from strawflow.errors import ConflictError
+from strawflow.errors import ConflictError, InvalidInputError
 from strawflow.flow import journal, quota
 from strawflow.flow.journal import Entry, EntryKind
 from strawflow.flow.order import place_in_epoch
@@ -73,14 +73,30 @@ def admit_more(
 ) -> int:
     """Admit the next `count` prompts in epoch order, running into further epochs; returns how many were admitted.
 
-    For a run whose trainer is not ours: nothing bounds it but the caller. 0 when the dataset is empty.
+    For a run whose trainer is not ours: nothing bounds it but the caller. 0 while too little disk is left to admit any.
+
+    Raises:
+        InvalidInputError: the count is negative, or nothing was ever enqueued to the dataset.
     """
     branch = session.run.branch
+    _require_admissible(session.run, count, dataset_id)
     return _admit(
         session,
         lambda connection: [
             (dataset_id, profile, datasets.num_admitted(connection, branch, dataset_id) + count)
         ],
+    )
+
+
+def _require_admissible(run: Run, count: int, dataset_id: str) -> None:
+    if count < 0:
+        raise InvalidInputError(f"{count} prompts cannot be admitted: give a count of 0 or more")
+    with run.index.read() as connection:
+        if datasets.segments_of(connection, dataset_id):
+            return
+        known = ", ".join(repr(d.dataset_id) for d in datasets.listed(connection, run.branch) if d.num_rows)
+    raise InvalidInputError(
+        f"dataset {dataset_id!r} holds no prompts: enqueue some first, or name one that does ({known or 'none yet'})"
     )
 
 

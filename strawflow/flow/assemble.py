@@ -150,13 +150,14 @@ def requeue(session: WorkerSession, role: Role, unit_ids: Sequence[int], *, reas
 
     Raises:
         LeaseLostError: another session took over as assembler; nothing changed.
-        ConflictError: a batch was planned meanwhile; judge the units again.
+        ConflictError: a batch was planned, or a unit was sent back by another, meanwhile; judge the units again.
     """
     run = session.run
     with run.index.begin() as connection:
         consumers.require_role(connection, role)
         epochs = consumers.hold_unfated(connection, run.branch, unit_ids)
         back = [unit_id for unit_id, epoch in epochs.items() if epoch is None]
+        _withdraw(connection, run, back)
         consumers.withdraw_from_all(connection, run.branch, back)
         for unit_id in back:
             units.requeue(connection, unit_id, reason=reason)
@@ -257,44 +258,17 @@ def plan_batch(session: WorkerSession, role: Role, plan: BatchPlan) -> Batch:
     if known is not None and (known.fence, known.digest) == (role.fence, digest):
         return known  # a repetition after a lost reply: (step, fence) is its submission id
     faults.at("assemble.before_plan")  # crash here: orphan bytes, named by nothing
-    entry = Entry(
-        EntryKind.PLAN,
-        run.branch,
-        _plan_body(run, role, plan, [*extents, plan_extent], previous=previous, digest=digest),
-    )
+    body = _plan_body(run, role, plan, [*extents, plan_extent], previous=previous, digest=digest)
+    entry = Entry(EntryKind.PLAN, run.branch, body)
     with journal.recorded(session, [entry]) as record, run.index.begin() as connection:
         consumers.require_role(connection, role)
-        if dead := weights.dead_among(connection, plan.version_ids):
-            raise ConflictError(f"weights {dead[0]} died while the batch was built; it is built again")
-        consumers.advance_planned(connection, run.branch, run.consumer, step=plan.step)
-        now_before = batches.find(connection, run.branch, run.consumer, plan.step - 1)
-        if (NO_DIGEST if now_before is None else now_before.digest) != previous:
-            raise ConflictError(f"the batch of step {plan.step - 1} was replaced while the next was built")
+        _take_step(connection, run, plan, previous=previous)
         record.name(connection)
         *extents, plan_extent = packs.name_extents(
             connection, [*extents, plan_extent], session_id=session.session_id
         )
         batch_id = batches.insert(
-            connection,
-            NewBatch(
-                branch_id=run.branch,
-                consumer=run.consumer,
-                step=plan.step,
-                objective=plan.objective,
-                num_units=len(plan.assignments),
-                num_sequences=plan.num_sequences,
-                num_tokens=plan.num_tokens,
-                mean_reward=plan.mean_reward,
-                max_staleness=plan.max_staleness,
-                denominators=plan.denominators,
-                digest=digest,
-                plan_extent_id=plan_extent.extent_id,
-                fence=role.fence,
-                places=tuple(
-                    MicroBatchPlace(m.mini_batch, m.slice, m.micro_batch, extent.extent_id)
-                    for m, extent in zip(plan.micro_batches, extents, strict=True)
-                ),
-            ),
+            connection, _new_batch(run, role, plan, [*extents, plan_extent], digest=digest)
         )
         _withdraw(connection, run, [a.unit_id for a in plan.assignments])
         consumers.assign(
@@ -309,6 +283,44 @@ def plan_batch(session: WorkerSession, role: Role, plan: BatchPlan) -> Batch:
             num_tokens=plan.num_tokens,
         )
         return batches.require(connection, run.branch, run.consumer, plan.step)
+
+
+def _take_step(connection: Connection, run: Run, plan: BatchPlan, *, previous: str) -> None:
+    """Move the consumer to this plan's step.
+
+    Raises:
+        ConflictError: the weights, the last step or the batch before are not those that it was built on.
+    """
+    if dead := weights.dead_among(connection, plan.version_ids):
+        raise ConflictError(f"weights {dead[0]} died while the batch was built; it is built again")
+    consumers.advance_planned(connection, run.branch, run.consumer, step=plan.step)
+    before = batches.find(connection, run.branch, run.consumer, plan.step - 1)
+    if (NO_DIGEST if before is None else before.digest) != previous:
+        raise ConflictError(f"the batch of step {plan.step - 1} was replaced while the next was built")
+
+
+def _new_batch(run: Run, role: Role, plan: BatchPlan, extents: Sequence[Extent], *, digest: str) -> NewBatch:
+    """Return a batch as the index holds it; `extents` are those of its packed rows, then that of its plan."""
+    *packed, planned = extents
+    return NewBatch(
+        branch_id=run.branch,
+        consumer=run.consumer,
+        step=plan.step,
+        objective=plan.objective,
+        num_units=len(plan.assignments),
+        num_sequences=plan.num_sequences,
+        num_tokens=plan.num_tokens,
+        mean_reward=plan.mean_reward,
+        max_staleness=plan.max_staleness,
+        denominators=plan.denominators,
+        digest=digest,
+        plan_extent_id=planned.extent_id,
+        fence=role.fence,
+        places=tuple(
+            MicroBatchPlace(m.mini_batch, m.slice, m.micro_batch, extent.extent_id)
+            for m, extent in zip(plan.micro_batches, packed, strict=True)
+        ),
+    )
 
 
 def _plan_body(

@@ -2,7 +2,7 @@
 
 RUN/backups/<UTC time>-<random>/
     <table>.arrow   the rows of one table, an ordinary Arrow IPC file
-    manifest.json   format, index revision, dialect, incarnation, time; rows, bytes and xxh3-128 of every file
+    manifest.json   run, format, index revision, dialect, incarnation, time; rows, bytes and xxh3-128 of every file
 
 1. All files show one point in time; workers are neither stopped nor waited for.
 2. A folder of that name is complete and durable: it was written under a hidden name, synced and renamed. A kill leaves a
@@ -42,7 +42,7 @@ from strawflow.errors import (
     StorageError,
     StrawflowError,
 )
-from strawflow.flow.run import Run
+from strawflow.flow.run import Run, identity_of
 from strawflow.index import dump, events, meta
 from strawflow.index.engine import REVISION
 from strawflow.packs.sync import sync_path
@@ -81,6 +81,8 @@ class Manifest:
     created_at: str
     tables: tuple[StoredTable, ...]
     format: int = FORMAT
+    run_id: str = ""
+    """Which run it is of (flow.run.identity_of)."""
 
     @property
     def num_rows(self) -> int:
@@ -294,6 +296,7 @@ def _write(run: Run, folder: Path) -> Manifest:
         incarnation=incarnation,
         created_at=created_at,
         tables=tables,
+        run_id=identity_of(run.root),
     )
     with (folder / MANIFEST).open("xb") as sink:
         sink.write(rendered(asdict(manifest)))

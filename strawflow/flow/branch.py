@@ -3,18 +3,21 @@
 1. The new branch inherits batches, checkpoints and weights up to the checkpoint, and the cursors as they stood there.
 2. Groups admitted but without a fate by then start pristine, as units of the new branch; with `reuse_trajectories` those
    that were completed from weights no later than the checkpoint keep their trajectories.
-3. One transaction makes the branch and points the run at it; no worker may be at work meanwhile.
+3. The future is abandoned for every consumer. Where those go on whose checkpoint it is not is flow.fork's part.
+4. One transaction makes the branch and points the run at it; no worker may be at work meanwhile.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 
 from strawflow.errors import AlreadyExistsError, ConflictError, InvalidInputError, NotFoundError
-from strawflow.flow import journal
+from strawflow.flow import fork, journal, rescue
+from strawflow.flow.fence import who_and_how_to_end
+from strawflow.flow.fork import Plan, RetiredFates
 from strawflow.flow.journal import Entry, EntryKind
 from strawflow.flow.run import ACTIVE_BRANCH, Run
 from strawflow.flow.session import WorkerSession
@@ -35,7 +38,6 @@ from strawflow.index.branches import Branch
 from strawflow.index.checkpoints import Checkpoint
 from strawflow.index.datasets import Cursor
 from strawflow.index.engine import Connection
-from strawflow.index.units import Carried
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,12 @@ class NewBranch:
     """Groups admitted but not trained by the checkpoint, to be sampled afresh."""
     num_reused: int
     """Groups whose stored trajectories the branch takes over."""
+    positions: Mapping[str, int]
+    """After which step each consumer goes on."""
+    num_again: int
+    """Groups of the line that a consumer other than the checkpoint's has not read by then, and gets."""
+    num_lost: int
+    """How often a consumer would have to read a group again that retention has moved to the history: it does not."""
 
 
 def create_branch(run: Run, *, checkpoint: str, name: str, reuse_trajectories: bool = False) -> NewBranch:
@@ -63,6 +71,7 @@ def create_branch(run: Run, *, checkpoint: str, name: str, reuse_trajectories: b
     """
     if not is_name(name):
         raise InvalidInputError(f"branch name {name!r}: {NAME_RULE}")
+    rescue.rescue_all(run)  # whoever is gone must not stand in the way until its lease expires
     with run.index.read() as connection:
         start = _find_checkpoint(connection, run, checkpoint)
         _require_startable(connection, start, name, own_session_id=None)
@@ -81,8 +90,8 @@ def _require_startable(
     listed = sessions.listed(connection, live_only=True)
     if live := [s for s in listed if s.session_id != own_session_id]:
         raise ConflictError(
-            f"{len(live)} workers are at work on this run (first: {live[0].kind}, process {live[0].pid} on "
-            f"{live[0].host}); stop them before branching"
+            f"{len(live)} workers are at work on this run, and a branch is made while nobody is; the first is "
+            f"{who_and_how_to_end(live[0])}"
         )
     if start.cursors is None or start.last_unit_id is None:
         raise ConflictError(
@@ -92,75 +101,94 @@ def _require_startable(
 
 def _start(session: WorkerSession, start: Checkpoint, name: str, *, reuse: bool) -> NewBranch:
     run = session.run
+    retired: RetiredFates = ()
     with run.index.read() as connection:
-        carried = _to_carry(connection, run, start, reuse=reuse)
-        kept = {c.unit.extent_id for c in carried if c.keeps}
+        plan = fork.plan_fork(connection, start, reuse=reuse)
+        is_partial = fork.needs_history(connection, start.branch_id, plan)
+    if is_partial:
+        retired = fork.retired_fates(run, start.branch_id)
+        with run.index.read() as connection:
+            plan = fork.plan_fork(connection, start, reuse=reuse, retired=retired)
+    with run.index.read() as connection:
+        kept = {c.unit.extent_id for c in plan.carried if c.keeps}
         placed = packs.find_extents(connection, [extent_id for extent_id in kept if extent_id is not None])
     with run.index.begin() as connection:
-        first_id = units.take_ids(connection, len(carried))
-    entry = _entry(run, start, name, carried, placed, first_id=first_id)
+        first_id = units.take_ids(connection, len(plan.carried))
+    entry = _entry(start, name, plan, placed, first_id=first_id)
+    made = _made(start, name, plan)
     with journal.recorded(session, [entry]) as record, run.index.begin() as connection:
         record.name(connection)
         _require_startable(connection, start, name, own_session_id=session.session_id)
         if not checkpoints.hold_files(connection, start.checkpoint_id):
             raise _files_are_gone(start)
         units.require_unused(connection, first_id)
-        if _to_carry(connection, run, start, reuse=reuse) != carried:
+        are_held = [
+            checkpoints.hold_files(connection, s.checkpoint_id)
+            for s in plan.starts
+            if s.checkpoint_id is not None
+        ]
+        if not all(are_held) or fork.plan_fork(connection, start, reuse=reuse, retired=retired) != plan:
             raise ConflictError(f"the run moved on while branch {name!r} was made; try again")
-        branches.create(
-            connection,
-            name,
-            parent_id=start.branch_id,
-            from_checkpoint_id=start.checkpoint_id,
-            from_step=start.step,
-        )
-        consumers.ensure(connection, name, run.consumer, position=start.step)
-        units.carry_over(connection, carried, to_branch=name, consumer=run.consumer, first_id=first_id)
-        inherit_cursors(connection, name, start.cursors, Counter(c.dataset_id for c in carried))
-        inherit_drops(connection, name, run.consumer, parent_id=start.branch_id, step=start.step)
-        meta.put(connection, ACTIVE_BRANCH, name)
-        num_reused = sum(c.keeps for c in carried)
-        made = NewBranch(
-            name,
-            start.branch_id,
-            start.checkpoint_id,
-            start.step,
-            len(carried) - num_reused,
-            num_reused,
-        )
-        events.record(connection, "branch.created", **made.__dict__)
+        _insert(connection, start, name, plan, first_id=first_id)
+        events.record(connection, "branch.created", **asdict(made))
     return made
 
 
-def _to_carry(connection: Connection, run: Run, start: Checkpoint, *, reuse: bool) -> list[Carried]:
-    return units.to_carry(
+def _insert(connection: Connection, start: Checkpoint, name: str, plan: Plan, *, first_id: int) -> None:
+    positions = plan.positions()
+    branches.create(
         connection,
-        start.branch_id,
-        run.consumer,
-        last_unit_id=start.last_unit_id or 0,
-        step=start.step,
-        reuse=reuse,
+        name,
+        parent_id=start.branch_id,
+        from_checkpoint_id=start.checkpoint_id,
+        from_step=start.step,
+        starts=positions,
+        weights_step=plan.weights_step,
+    )
+    for s in plan.starts:
+        consumers.ensure(connection, name, s.consumer, purposes=s.purposes, position=s.position)
+    units.carry_over(
+        connection,
+        plan.carried,
+        to_branch=name,
+        first_id=first_id,
+        seen={consumer: (positions[consumer], places) for consumer, places in plan.seen.items()},
+    )
+    inherit_cursors(connection, name, start.cursors, Counter(c.dataset_id for c in plan.carried))
+    for consumer, position in positions.items():
+        inherit_drops(connection, name, consumer, parent_id=start.branch_id, step=position)
+    meta.put(connection, ACTIVE_BRANCH, name)
+
+
+def _made(start: Checkpoint, name: str, plan: Plan) -> NewBranch:
+    unsettled = plan.carried[: plan.num_unsettled]
+    num_reused = sum(c.keeps for c in unsettled)
+    return NewBranch(
+        branch_id=name,
+        parent_id=start.branch_id,
+        from_checkpoint_id=start.checkpoint_id,
+        from_step=start.step,
+        num_pristine=len(unsettled) - num_reused,
+        num_reused=num_reused,
+        positions=plan.positions(),
+        num_again=len(plan.carried) - plan.num_unsettled,
+        num_lost=plan.num_lost,
     )
 
 
-def _entry(
-    run: Run,
-    start: Checkpoint,
-    name: str,
-    carried: Sequence[Carried],
-    placed: Mapping[int, Extent],
-    *,
-    first_id: int,
-) -> Entry:
+def _entry(start: Checkpoint, name: str, plan: Plan, placed: Mapping[int, Extent], *, first_id: int) -> Entry:
     order = {extent_id: number for number, extent_id in enumerate(placed)}
     body = {
         "parent": start.branch_id,
         "from_checkpoint": start.checkpoint_id,
         "from_step": start.step,
+        "weights_step": plan.weights_step,
         "cursors": start.cursors,
-        "consumer": run.consumer,
+        "consumer": start.consumer,
+        "starts": [[s.consumer, s.position, sorted(s.purposes)] for s in plan.starts],
         "first_unit_id": first_id,
-        "carried": [c.unit.unit_id for c in carried],
+        "carried": [c.unit.unit_id for c in plan.carried],
+        "seen": plan.seen,
         "extents": [journal.extent_ref(extent) for extent in placed.values()],
         # What a unit keeps: its place in `carried`, its extent's in `extents`, and the columns of its result.
         "kept": [
@@ -173,7 +201,7 @@ def _entry(
                 c.unit.mean_reward,
                 c.unit.num_tokens,
             ]
-            for number, c in enumerate(carried)
+            for number, c in enumerate(plan.carried)
             if c.keeps and c.unit.extent_id is not None
         ],
     }
@@ -206,16 +234,16 @@ def _find_checkpoint(connection: Connection, run: Run, checkpoint: str) -> Check
     if checkpoint.isdecimal():
         on_line = checkpoints.listed(connection, run.branch, run.consumer)
         found = next((c for c in on_line if c.step == int(checkpoint)), None)
-        what = f"no checkpoint of step {checkpoint} on branch {run.branch!r}"
+        what = f"no checkpoint of step {checkpoint} of consumer {run.consumer!r} on branch {run.branch!r}"
     else:
         found = checkpoints.find(connection, checkpoint)
         what = f"no checkpoint {checkpoint!r}"
     if found is None:
-        raise NotFoundError(f"there is {what}; see `strawflow status`")
+        raise NotFoundError(f"there is {what}; see `strawflow checkpoint list {run.root}`")
     if found.consumer != run.consumer:
         raise InvalidInputError(
-            f"checkpoint {found.checkpoint_id} is one of consumer {found.consumer!r}: a branch starts from one of "
-            f"{run.consumer!r}"
+            f"checkpoint {found.checkpoint_id} is one of consumer {found.consumer!r}, not of {run.consumer!r}: "
+            f"`strawflow branch create` starts from it with --consumer {found.consumer}"
         )
     if found.files_removed:
         raise _files_are_gone(found)

@@ -171,6 +171,9 @@ def _lifted(looked: Looked) -> Finding:
     return Finding("extent", str(looked.extent.extent_id), message)
 
 
+_NEXT = "`strawflow index quarantine RUN` tells what it held and what can be done"
+
+
 def _damage(
     run: Run,
     pack: Pack,
@@ -190,12 +193,13 @@ def _damage(
     ]
     report.num_quarantined += len(damaged) - len(told)
     if told and all(looked.is_missing for looked in told):
-        yield Finding("pack", pack.path, f"is missing, and {len(told)} extents that are named lie in it")
+        message = f"is missing, and {len(told)} extents that are named lie in it; {_NEXT}"
+        yield Finding("pack", pack.path, message)
         return
     for looked in told:
         is_known = " (in quarantine, and needed)" * (looked.extent.extent_id in contained)
         assert looked.error is not None
-        yield Finding("extent", str(looked.extent.extent_id), looked.error.message + is_known)
+        yield Finding("extent", str(looked.extent.extent_id), f"{looked.error.message}{is_known}; {_NEXT}")
 
 
 def _check_file(run: Run, pack: Pack, extents: list[Extent], report: CheckReport) -> Iterator[Finding]:

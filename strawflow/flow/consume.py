@@ -164,6 +164,16 @@ def checkpoint_path(role: Role, step: int) -> str:
     return f"checkpoints/{_checkpoint_id(role, step)}"
 
 
+def require_no_checkpoint(run: Run, *, step: int) -> None:
+    """Raise ConflictError when the consumer has a committed checkpoint of a step: its files must stay as they are."""
+    with run.index.read() as connection:
+        known = checkpoints.of_step(connection, run.branch, run.consumer, step)
+    if known is not None:
+        raise ConflictError(
+            f"step {step} of consumer {run.consumer!r} has its checkpoint {known.checkpoint_id} already; get the next batch"
+        )
+
+
 def stands_for(run: Run, role: Role, *, step: int) -> dict[str, Any]:
     """Return what a checkpoint's manifest says of the place it has in the run, for whoever has the files alone.
 

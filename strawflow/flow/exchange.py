@@ -4,25 +4,22 @@
 
 A: bytes without a row are an orphan. B: the retry carries the same submission id and gets the same receipt.
 
-1. Group commit: while one window (append, sync, transaction) is in flight, arrivals gather for the next and share it.
-   The next waits a moment for callers that were just answered and are about to come again, as long as they do; a lone
-   caller never waits. Completing units and claiming the next are one transaction.
+1. Group commit: callers that come together share a window (flow.window): one append, one sync, one transaction.
+   Completing units and claiming the next are one transaction too.
 2. A lost lease or a conflict is the answer of its own submission and touches no other. If the shared transaction fails
    otherwise, its submissions are run one by one.
 3. Each submission has an id: a repetition gets the first receipt, other content under it is a ConflictError. When the
-   answer to a commit is lost the exchange reads the receipts back; if it cannot, callers get CommitUnknownError and
-   repeat with the same id.
+   answer to a commit is lost the exchange reads the receipts back and does what was not done; if it cannot, callers get
+   CommitUnknownError and repeat with the same id.
 4. Safe for any number of threads of the process that opened the session.
 """
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from strawflow import faults
 from strawflow.config import RunConfig
@@ -30,6 +27,7 @@ from strawflow.errors import CommitUnknownError, ConflictError, InvalidInputErro
 from strawflow.flow import quota
 from strawflow.flow.submission import Answer, Submission
 from strawflow.flow.trajectory import UnitResult, to_record_batch
+from strawflow.flow.window import MAX_UNITS, Line, Part
 from strawflow.ids import Extent
 from strawflow.index import consumers, events, leases, packs, receipts, sessions, units, weights
 from strawflow.index.events import Event
@@ -41,34 +39,6 @@ from strawflow.states import UnitState
 
 if TYPE_CHECKING:
     from strawflow.flow.session import WorkerSession
-
-MAX_WINDOW_UNITS = 4096
-"""Units settled in one window; the rest waits for the next, so that a transaction stays short."""
-
-_PATIENCE = 0.5
-"""For which share of a window's time the next one waits for the callers just answered."""
-
-
-@dataclass(eq=False)
-class _Part:
-    """One caller's share of a window."""
-
-    submission: Submission
-    submission_id: str
-    digest: bytes
-    wakeup: Any = field(default_factory=threading.Lock)
-    answer: Answer | None = None
-    error: BaseException | None = None
-    leads: bool = False
-
-    @property
-    def is_first(self) -> bool:
-        """Whether nothing can have been answered under its id before."""
-        return self.submission.submission_id is None
-
-    @property
-    def is_settled(self) -> bool:
-        return self.answer is not None or self.error is not None
 
 
 @dataclass(frozen=True)
@@ -87,17 +57,17 @@ class Exchange:
         self._session = session
         self._config: RunConfig = session.run.config
         self._gauge = quota.gauge(session.run)
-        self._lock = threading.Lock()
-        self._queue: list[_Part] = []
-        self._is_busy = False
-        self._came = threading.Condition(self._lock)
-        self._company = 1
-        """How many callers were about when the last window ended: those it answered and those who waited."""
-        self._awaited = 0
-        self._patience_s = self._ended_at = 0.0
+        self._line = Line(self._settle_window)
         self._steps: dict[str, int] = {}
         self._numbers = count()
-        self.num_windows = self.num_submissions = 0
+
+    @property
+    def num_windows(self) -> int:
+        return self._line.num_windows
+
+    @property
+    def num_submissions(self) -> int:
+        return self._line.num_submissions
 
     def submit(self, submission: Submission) -> Answer:
         """Settle a submission; durable at the run's level on return.
@@ -113,111 +83,18 @@ class Exchange:
         self._gauge.watch()
         self._learn_versions(submission)
         part = self._part(submission)
-        if self._enter(part):
-            self._lead(part)
+        self._line.settle(part)
         if part.error is not None:
             raise part.error
         assert part.answer is not None
         return part.answer
 
-    def _part(self, submission: Submission) -> _Part:
+    def _part(self, submission: Submission) -> Part:
         if submission.submission_id is None:
-            return _Part(submission, f"{self._session.session_id}-{next(self._numbers)}", b"")
-        return _Part(submission, submission.submission_id, submission.content_digest())
+            return Part(submission, f"{self._session.session_id}-{next(self._numbers)}", b"")
+        return Part(submission, submission.submission_id, submission.content_digest())
 
-    def _enter(self, part: _Part) -> bool:
-        """Queue up; True when this caller is to run a window, False when another one settled the part."""
-        with self._lock:
-            self._queue.append(part)
-            if not self._is_busy:
-                self._is_busy = part.leads = True
-                return True
-            if 0 < self._awaited <= len(self._queue):
-                self._came.notify()
-            part.wakeup.acquire()
-        try:
-            part.wakeup.acquire()  # until a leader settles the part, or makes it the next leader
-        except BaseException:
-            self._leave(part)
-            raise
-        return not part.is_settled
-
-    def _leave(self, part: _Part) -> None:
-        """An interrupted caller takes its work back if nobody has begun on it, and hands the lead on if it has it."""
-        with self._lock:
-            if part in self._queue:
-                self._queue.remove(part)
-                if part.leads:
-                    self._pass_on()
-
-    def _pass_on(self) -> None:
-        if self._queue:
-            self._queue[0].leads = True
-            self._queue[0].wakeup.release()
-        else:
-            self._is_busy = False
-
-    def _lead(self, own: _Part) -> None:
-        try:
-            with self._lock:
-                self._gather()
-                window = self._take_window()
-        except BaseException:
-            self._leave(own)
-            raise
-        started_at = time.monotonic()
-        try:
-            self._run(window)
-        except BaseException as error:
-            for part in window:
-                if not part.is_settled:
-                    part.error = _told(error, is_own=part is own)
-            if not isinstance(error, Exception):
-                raise
-        finally:
-            with self._lock:
-                for part in window:
-                    if part is not own:
-                        part.wakeup.release()
-                self._ended_at = time.monotonic()
-                self._patience_s = (self._ended_at - started_at) * _PATIENCE
-                self._company = len(window) + len(self._queue)
-                self._pass_on()
-
-    def _gather(self) -> None:
-        """Wait for the callers that were about a moment ago: together they cost one sync instead of two.
-
-        Without it, threads that call again at once fall into two halves that take turns and never share a window.
-        """
-        latest = self._ended_at + self._patience_s
-        self._awaited = min(self._company, MAX_WINDOW_UNITS)
-        try:
-            while len(self._queue) < self._awaited and (left_s := latest - time.monotonic()) > 0:
-                self._came.wait(left_s)
-        finally:
-            self._awaited = 0
-
-    def _take_window(self) -> list[_Part]:
-        """Take what waits, up to the size of a window; two submissions about one unit never share one."""
-        window: list[_Part] = []
-        later: list[_Part] = []
-        seen: set[int] = set()
-        ids: set[str] = set()
-        for part in self._queue:
-            unit_ids = part.submission.unit_ids()
-            fits = not window or len(seen) + len(unit_ids) <= MAX_WINDOW_UNITS
-            if fits and seen.isdisjoint(unit_ids) and part.submission_id not in ids:
-                window.append(part)
-                seen.update(unit_ids)
-                ids.add(part.submission_id)
-            else:
-                later.append(part)
-        self._queue = later
-        return window
-
-    def _run(self, window: list[_Part]) -> None:
-        self.num_windows += 1
-        self.num_submissions += len(window)
+    def _settle_window(self, window: Sequence[Part]) -> None:
         try:
             self._settle(window)
         except (CommitUnknownError, ConflictError, LeaseLostError):
@@ -233,23 +110,40 @@ class Exchange:
                     except Exception as error:  # the error is this submission's answer
                         part.error = error
 
-    def _settle(self, window: list[_Part]) -> None:
+    def _settle(self, window: Sequence[Part]) -> None:
         stored = self._store(window)
         faults.at("commit.before")  # crash here: orphan bytes, named by nothing
         try:
             with self._session.run.index.direct() as transaction:
                 answers = self._transact(transaction, window, stored)
         except CommitUnknownError:
-            answers = self._read_back(window)
-        self._session.checksums.add(e for e in (stored.results, stored.parked) if e is not None)
-        faults.at("commit.after")
+            answers = self._settle_again(window, stored)
+        # Before anything else can fail: from here on they are told what was committed.
         for part, answer in zip(window, answers, strict=True):
             if isinstance(answer, Answer):
                 part.answer = answer
             else:
                 part.error = answer
+        self._session.checksums.add(e for e in (stored.results, stored.parked) if e is not None)
+        faults.at("commit.after")
 
-    def _store(self, window: list[_Part]) -> _Stored:
+    def _settle_again(self, window: Sequence[Part], stored: _Stored) -> list[Answer | ConflictError]:
+        """Learn from the receipts what a commit without an answer did; what it did not do is done now.
+
+        Raises:
+            CommitUnknownError: the index does not answer, or not this time either.
+        """
+        try:
+            with self._session.run.index.direct() as transaction:
+                # The first transaction shared this row: once it is held alone, that one has ended and what it did is seen.
+                sessions.hold(transaction, self._session.session_id)
+                return self._transact(transaction, window, stored, is_again=True)
+        except (ConflictError, LeaseLostError):
+            raise
+        except Exception as error:  # any other failure leaves the outcome as unknown as it was
+            raise CommitUnknownError(f"the outcome could not be read back: {error}") from error
+
+    def _store(self, window: Sequence[Part]) -> _Stored:
         rows: dict[int, tuple[int, int]] = {}
         extents: list[Extent | None] = []
         for kind, of in (("trajectory", "results"), ("continuation", "parked")):
@@ -263,13 +157,14 @@ class Exchange:
         return _Stored(extents[0], extents[1], rows)
 
     def _transact(
-        self, transaction: Transaction, window: list[_Part], stored: _Stored
+        self, transaction: Transaction, window: Sequence[Part], stored: _Stored, *, is_again: bool = False
     ) -> list[Answer | ConflictError]:
         session_id = self._session.session_id
         # First: what was answered before is answered again, also to a session that was lost since.
-        known = receipts.find_many(transaction, [p.submission_id for p in window if not p.is_first])
-        if len(known) == len(window):
-            return self._all_repeated(transaction, known, window)
+        asked = [p.submission_id for p in window if is_again or not p.is_unnamed]
+        known = _told_apart(receipts.find_many(transaction, asked))
+        if all(p.submission_id in known for p in window):
+            return [self._repeated(transaction, known[p.submission_id], p) for p in window]
         named = [e for e in (stored.results, stored.parked) if e is not None]
         if named:  # holds the session's row as well
             named = packs.name_extents(transaction, named, session_id=session_id)
@@ -290,7 +185,7 @@ class Exchange:
     def _answer(
         self,
         transaction: Transaction,
-        parts: Sequence[_Part],
+        parts: Sequence[Part],
         extent_ids: dict[str, int],
         stored: _Stored,
     ) -> dict[str, Answer]:
@@ -343,7 +238,7 @@ class Exchange:
             num_tokens=result.num_tokens,
         )
 
-    def _grant(self, transaction: Transaction, parts: Sequence[_Part]) -> dict[str, tuple[Unit, ...]]:
+    def _grant(self, transaction: Transaction, parts: Sequence[Part]) -> dict[str, tuple[Unit, ...]]:
         """Claim for all who want the same kind of units at once, and share out in the order they came."""
         granted: dict[str, tuple[Unit, ...]] = {}
         asking: dict[tuple[str | None, tuple[str, ...] | None], list[tuple[str, int]]] = {}
@@ -374,7 +269,7 @@ class Exchange:
         """Return how many training units may be leased before the backlog of the run's consumer is full."""
         bound = self._config.rollout.max_backlog
         if not bound or (purposes is not None and "train" not in purposes):
-            return MAX_WINDOW_UNITS
+            return MAX_UNITS
         run = self._session.run
         consumers.hold(transaction, run.branch, run.consumer)  # two claimers would both see the same room
         waiting = consumers.num_waiting(transaction, run.branch, run.consumer, purpose="train", at_most=bound)
@@ -395,12 +290,7 @@ class Exchange:
                 )
             self._steps[version_id] = version.step
 
-    def _all_repeated(
-        self, transaction: Transaction, known: Mapping[str, Receipt], window: Sequence[_Part]
-    ) -> list[Answer | ConflictError]:
-        return [self._repeated(transaction, known[p.submission_id], p) for p in window]
-
-    def _repeated(self, transaction: Transaction, known: Receipt, part: _Part) -> Answer | ConflictError:
+    def _repeated(self, transaction: Transaction, known: Receipt, part: Part) -> Answer | ConflictError:
         """Return the first answer; grants only as far as they are still held."""
         try:
             known.require_same(verb="exchange", content_digest=part.digest)
@@ -417,38 +307,23 @@ class Exchange:
             granted=tuple(held),
         )
 
-    def _read_back(self, window: list[_Part]) -> list[Answer | ConflictError]:
-        """Learn from the receipts what a commit without an answer did.
-
-        Raises:
-            CommitUnknownError: it did nothing, or the index does not answer; the callers repeat with the same ids.
-        """
-        try:
-            with self._session.run.index.direct() as transaction:
-                known = _expanded(receipts.find_many(transaction, [p.submission_id for p in window]))
-                if len(known) == len(window):
-                    return self._all_repeated(transaction, known, window)
-        except Exception as error:  # any failure here leaves the outcome as unknown as it was
-            raise CommitUnknownError(f"the outcome could not be read back: {error}") from error
-        raise CommitUnknownError("the commit did not take place; repeat with the same submission id")
-
 
 _WINDOW = "window"
 """Verb of a receipt that holds the answers of several submissions, by the numbers that their ids end with."""
 
 
-def _receipts_of(window: Sequence[_Part], answers: Mapping[str, Answer]) -> list[Receipt]:
+def _receipts_of(window: Sequence[Part], answers: Mapping[str, Answer]) -> list[Receipt]:
     """Return a receipt for each answer; those that only the exchange will ask for stand together in one."""
     told = [(p, answers[p.submission_id].receipt()) for p in window if p.submission_id in answers]
-    alone = [Receipt(p.submission_id, "exchange", p.digest, answer) for p, answer in told if not p.is_first]
-    first = {p.submission_id: answer for p, answer in told if p.is_first}
-    if not first:
+    alone = [Receipt(p.submission_id, "exchange", p.digest, answer) for p, answer in told if not p.is_unnamed]
+    unnamed = {p.submission_id: answer for p, answer in told if p.is_unnamed}
+    if not unnamed:
         return alone
-    numbered = {submission_id.rpartition("-")[2]: answer for submission_id, answer in first.items()}
-    return [*alone, Receipt(next(iter(first)), _WINDOW, b"", numbered)]
+    numbered = {submission_id.rpartition("-")[2]: answer for submission_id, answer in unnamed.items()}
+    return [*alone, Receipt(next(iter(unnamed)), _WINDOW, b"", numbered)]
 
 
-def _expanded(known: Mapping[str, Receipt]) -> dict[str, Receipt]:
+def _told_apart(known: Mapping[str, Receipt]) -> dict[str, Receipt]:
     """Return a receipt for each submission, those that stand together told apart."""
     expanded: dict[str, Receipt] = {}
     for submission_id, receipt in known.items():
@@ -473,13 +348,4 @@ def _record(transaction: Transaction, session_id: str, answers: Sequence[Answer]
     events.record_many(
         transaction,
         [Event(name, session_id=session_id, facts={"units": ids}) for name, ids in happened if ids],
-    )
-
-
-def _told(error: BaseException, *, is_own: bool) -> BaseException:
-    """An interrupt of the leading thread is not the others' interrupt: they only do not know what became of theirs."""
-    if is_own or isinstance(error, Exception):
-        return error
-    return CommitUnknownError(
-        f"the window was broken off by {type(error).__name__} in another thread; repeat with the same submission id"
     )

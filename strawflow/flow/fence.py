@@ -80,6 +80,14 @@ def fence(run: Run, session_id: str, *, force: bool = False) -> int:
     return declare_lost(run, session_id, reason="fenced off by an operator")
 
 
+def who_and_how_to_end(session: Session) -> str:
+    """Return a live session as a refusal names it: who it is, where it runs, and the ways to end it."""
+    return (
+        f"{session.session_id} (process {session.pid} on {session.host}): stop it, or declare it lost with "
+        f"`strawflow worker fence RUN {session.session_id}`"
+    )
+
+
 def _process(session: Session) -> str:
     if session.machine != processes.machine_id():
         return "elsewhere"

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -141,7 +141,7 @@ class Lines:
         advanced = choice.advanced_to(self.entries, line, resumed)
         position = max(consumer.position, 0 if newest is None else newest.step, advanced)
         for entry in leading:
-            self._add_batch(consumer, entry, position)
+            self._add_batch(consumer, entry, position, missing=self._missing_units(consumer, entry))
             step, digest = int(entry.head["step"]), str(entry.head["digest"])
         for entry in chain.beyond(step, digest, fits=lambda e: self._fits(consumer, e)):
             self._add_batch(consumer, entry, position)
@@ -206,13 +206,29 @@ class Lines:
             self.connection, consumer.branch_id, consumer.consumer, wanted
         )
 
-    def _add_batch(self, consumer: Consumer, entry: StoredEntry, position: int) -> None:
+    def _missing_units(self, consumer: Consumer, entry: StoredEntry) -> set[int]:
+        missing = reconstruction.missing_among(self.connection, choice.units_of_plan(entry))
+        if missing:
+            self.on_hole(
+                f"the batch of step {entry.head['step']} of consumer {consumer.consumer!r} on branch "
+                f"{consumer.branch_id!r} trained {len(missing)} units that nothing admitted, the first is {min(missing)}; "
+                "their prompts may be admitted and trained again"
+            )
+        return missing
+
+    def _add_batch(
+        self, consumer: Consumer, entry: StoredEntry, position: int, *, missing: Collection[int] = ()
+    ) -> None:
+        """Bring a batch back; of units that are `missing` it keeps no fate."""
         body = entry.body
         is_trained = int(body["step"]) <= position
         planned, _ = self.packs.find_or_quarantine(ExtentRef.of("plan", body["plan"]))
         places = self._places(body["rows"], is_trained=is_trained)
         state = BatchState.TRAINED if is_trained else BatchState.PLANNED
-        fates = [(epoch, outcome, reason, ids) for epoch, outcome, reason, ids in body["fates"]]
+        fates = [
+            (epoch, outcome, reason, [unit_id for unit_id in ids if unit_id not in missing])
+            for epoch, outcome, reason, ids in body["fates"]
+        ]
         batch_id = reconstruction.add_batch(
             self.connection,
             FoundBatch(
@@ -285,12 +301,30 @@ class Lines:
                 told["path"] = newest.path  # its folder may be a copy put in the place of a lost one
             else:
                 by_step[newest.step] = newest.fence, _of_manifest(newest)
+        self._from_files(by_step, line, resumed, position)
         for step, (_, values) in sorted(by_step.items()):
             stored = batches.find(self.connection, *line, step)
             if step > position or stored is None or stored.digest != values["batch_digest"]:
                 continue
             values["files_removed"] = not (self.packs.root / values["path"] / MANIFEST).is_file()
             self.num_checkpoints += reconstruction.add_checkpoint(self.connection, values)
+
+    def _from_files(
+        self,
+        by_step: dict[int, tuple[int, dict[str, Any]]],
+        line: Line,
+        resumed: dict[int, int],
+        position: int,
+    ) -> None:
+        """Add the checkpoints whose entries are lost and whose own files say what they stand for."""
+        for manifest in choice.manifests_by_preference(self.manifests, line, resumed):
+            if manifest.step in by_step or manifest.step > position:
+                continue
+            try:
+                verify_checkpoint(self.packs.root / manifest.path)
+            except (CorruptCheckpointError, IncompatibleFormatError):
+                continue  # its folder is kept all the same, and the sweep says so
+            by_step[manifest.step] = manifest.fence, _of_manifest(manifest)
 
     def _add_step(self, entry: StoredEntry) -> None:
         body = entry.body

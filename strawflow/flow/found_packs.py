@@ -4,7 +4,8 @@
 2. An extent that the journal names is taken where its bytes match its checksum: at the place it was written to, or where
    salvage or compaction brought it. If nowhere, its row stays at the old place and it is quarantined: whoever restores the
    file has it back.
-3. Results are named by nothing but themselves: one whose checksum the journal knows must match it, of one that was written
+3. Bytes of the journal that cannot be read are a hole, unless the index knew already what they told or a kill tore them.
+4. Results are named by nothing but themselves: one whose checksum the journal knows must match it, of one that was written
    too short before the end for its checksum to be known only the form is checked.
 """
 
@@ -20,12 +21,12 @@ from strawflow.errors import CorruptPackError, IncompatibleFormatError, StorageE
 from strawflow.flow import journal
 from strawflow.flow.journal import EntryKind, ExtentRef, StoredEntry
 from strawflow.ids import Extent
-from strawflow.index import quarantine, reconstruction
+from strawflow.index import liveness, quarantine, reconstruction
 from strawflow.index.engine import Connection
 from strawflow.index.reconstruction import KnownPack
 from strawflow.packs.places import open_place
 from strawflow.packs.reader import PackReader
-from strawflow.packs.scan import PackScan, kind_of, list_packs, open_scan
+from strawflow.packs.scan import PackScan, is_torn_head, kind_of, list_packs, open_scan
 from strawflow.states import PackState
 
 
@@ -56,13 +57,17 @@ class FoundPacks:
         self._reader = PackReader(self._place)
         self._scans: dict[str, PackScan] = {}
         self._rows = reconstruction.packs_by_path(self.connection)
+        self._rows_before = dict(self._rows)
+        self.holes: list[str] = []
+        """Where the journal is damaged."""
         self._extents: dict[int, dict[int, tuple[int, bytes]]] = {}
         self._by_digests: dict[str, dict[bytes, Extent]] = {}
         self._checksums: dict[tuple[str, int], bytes] = {}
         self._known_digests: set[bytes] = set()
         self._first_new = reconstruction.last_extent_id(self.connection)
         reconstruction.ensure_session(self.connection)
-        for path, size in list_packs(self._place).items():
+        self._sizes = list_packs(self._place)
+        for path, size in self._sizes.items():
             self._take_pack(path, size)
 
     def _take_pack(self, path: str, size: int) -> None:
@@ -70,6 +75,9 @@ class FoundPacks:
             scan = open_scan(self._place, path)
         except (CorruptPackError, IncompatibleFormatError, StorageError) as error:
             self.losses.append(Loss("pack", path, error.message))
+            is_known = self._is_sealed_before(path) or is_torn_head(self._place, path)
+            if kind_of(path) == journal.KIND and not is_known:
+                self.holes.append(error.message)
             return
         self._scans[path] = scan
         if path not in self._rows:
@@ -85,6 +93,7 @@ class FoundPacks:
             entries, num_damaged = journal.from_rows(rows, path=extent.path, offset=extent.offset)
             if num_damaged:
                 self._lose(extent, f"{num_damaged} of its entries do not match their checksums")
+                self._note_hole(extent.path, extent.offset, f"{num_damaged} of its entries do not match")
             if entries:
                 self.name(extent)
                 found += entries
@@ -111,8 +120,11 @@ class FoundPacks:
                 yield replace(extent, pack_id=pack.pack_id), rows
             for lost in scan.damaged[num_lost:]:
                 loss = Loss("message", f"byte {lost.offset} of {path}", lost.reason)
-                if loss not in self.losses:
-                    self.losses.append(loss)
+                if loss in self.losses:
+                    continue
+                self.losses.append(loss)
+                if kind == journal.KIND and not lost.is_torn:
+                    self._note_hole(path, lost.offset, lost.reason)
 
     def results(self, kind: str) -> Iterator[tuple[Extent, pa.RecordBatch]]:
         """Yield the messages of results that the index did not name before and whose checksum does not differ."""
@@ -186,12 +198,37 @@ class FoundPacks:
             known[place.offset] = (extent_id, digests)
             self.num_moved += 1
 
+    def missing(self) -> list[Loss]:
+        """Return what is missing of the packs that the index names now, by their sizes; quarantine is known and left out."""
+        return [
+            Loss(
+                "pack",
+                end.path,
+                f"{end.num_extents} named extents reach to byte {end.end}, the file to {size}",
+            )
+            for end in liveness.pack_ends(self.connection)
+            if (size := self._sizes.get(end.path, 0)) < end.end
+        ]
+
     def drop_superseded(self) -> None:
         """Remove the rows of new results that a later one took the place of."""
         reconstruction.drop_unreferred_results(self.connection, after=self._first_new)
 
     def close(self) -> None:
         self._reader.close()
+
+    def _note_hole(self, path: str, offset: int, reason: str) -> None:
+        """Note damage of the journal at a place that the index did not know before."""
+        if self._is_sealed_before(path):
+            return
+        before = self._rows_before.get(path)
+        if before is None or offset not in self._known_before(before):
+            self.holes.append(f"{path} is damaged at byte {offset} ({reason})")
+
+    def _is_sealed_before(self, path: str) -> bool:
+        """Tell whether the index knew this pack to its end before anything was brought back."""
+        before = self._rows_before.get(path)
+        return before is not None and before.state is not PackState.OPEN
 
     def _known_before(self, pack: KnownPack) -> frozenset[int]:
         """Return the offsets that the index named before anything was brought back: what they hold is in it already."""

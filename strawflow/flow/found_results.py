@@ -14,9 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from strawflow.flow.trajectory import NOT_SAMPLED, with_every_token
-
-_ALIGNED = ("response_tokens", "loss_mask", "logprobs", "token_versions")
+from strawflow.flow.trajectory import ALIGNED_OR_NULL, NOT_SAMPLED, is_aligned
 
 
 @dataclass(frozen=True)
@@ -69,11 +67,11 @@ def groups_of(rows: pa.RecordBatch) -> Iterator[FoundGroup]:
 
 def _is_sound(rows: pa.RecordBatch) -> np.ndarray[Any, Any]:
     """Tell for each row whether its parallel arrays agree and a failure is told as one."""
-    rows = with_every_token(rows)
-    lengths = [_lengths(rows, name) for name in _ALIGNED]
-    sound = np.logical_and.reduce([lengths[0] == other for other in lengths[1:]])
+    num_tokens, num_versions = _lengths(rows, "response_tokens"), _lengths(rows, "weight_versions")
+    sound = _lengths(rows, "logprobs") == num_tokens
+    sound &= np.logical_and.reduce([is_aligned(rows, name) for name in ALIGNED_OR_NULL])
+    sound &= (num_versions <= 1) | np.asarray(pc.is_valid(rows.column("token_versions")))
     sound &= _all_of_row(rows, "logprobs", np.isfinite)
-    num_versions = _lengths(rows, "weight_versions")
     places = _values(rows, "token_versions")
     bound = np.repeat(num_versions, _lengths(rows, "token_versions"))
     sound &= _each_row(rows, "token_versions", (places >= NOT_SAMPLED) & (places < bound))
@@ -89,7 +87,8 @@ def _numbers(rows: pa.RecordBatch, name: str) -> np.ndarray[Any, Any]:
 
 
 def _lengths(rows: pa.RecordBatch, name: str) -> np.ndarray[Any, Any]:
-    return np.asarray(pc.list_value_length(rows.column(name)))
+    """Return how many of `_values` each row has; none where it is null."""
+    return np.asarray(pc.fill_null(pc.list_value_length(rows.column(name)), 0))
 
 
 def _values(rows: pa.RecordBatch, name: str) -> np.ndarray[Any, Any]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from strawflow.flow.run import Run
 from strawflow.index import batches as index_batches
 from strawflow.index import checkpoints as index_checkpoints
-from strawflow.index import consumers, units
+from strawflow.index import consumers, pins, units
 from strawflow.index.batches import Batch
 from strawflow.index.checkpoints import Checkpoint
+from strawflow.index.pins import PinKind
 
 
 def batches(run: Run) -> list[Batch]:
@@ -28,6 +30,54 @@ def checkpoints(run: Run) -> list[Checkpoint]:
     """Return the committed checkpoints in step order."""
     with run.index.read() as connection:
         return index_checkpoints.listed(connection, run.branch, run.consumer)
+
+
+@dataclass(frozen=True)
+class ListedCheckpoint:
+    """A committed checkpoint, as it is shown."""
+
+    checkpoint_id: str
+    consumer: str
+    step: int
+    branch_id: str
+    """Where it was made: the run's branch or an ancestor."""
+    created_at: str
+    files: str
+    """kept or removed: retention gave them up."""
+    pinned: bool
+    path: str
+
+
+def checkpoints_of(run: Run, *, consumer: str | None = None) -> list[ListedCheckpoint]:
+    """Return the checkpoints on the branch's line of one consumer or of all, by consumer and step.
+
+    Raises:
+        NotFoundError: no such consumer.
+    """
+    with run.index.read() as connection:
+        if consumer is None:
+            names = [c.consumer for c in consumers.listed(connection, run.branch)]
+        else:
+            names = [consumers.find(connection, run.branch, consumer).consumer]
+        pinned = {
+            p.subject
+            for p in pins.listed(connection)
+            if p.subject_kind is PinKind.CHECKPOINT and not p.is_void
+        }
+        found = [c for name in names for c in index_checkpoints.listed(connection, run.branch, name)]
+    return [
+        ListedCheckpoint(
+            checkpoint_id=c.checkpoint_id,
+            consumer=c.consumer,
+            step=c.step,
+            branch_id=c.branch_id,
+            created_at=c.created_at,
+            files="removed" if c.files_removed else "kept",
+            pinned=c.checkpoint_id in pinned,
+            path=c.path,
+        )
+        for c in found
+    ]
 
 
 def outcomes(run: Run) -> dict[tuple[str, str, str | None], int]:

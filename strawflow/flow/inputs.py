@@ -21,7 +21,12 @@ def require(run: Run) -> None:
                 raise ConfigError(
                     f"{run.root} has no {dataset_id} yet: `strawflow enqueue {run.root} FILE --dataset {dataset_id}`"
                 )
-    if not run.config.model.path or not (run.model_path / "config.json").exists():
+    if not run.config.model.path:
+        raise ConfigError(
+            "model.path is empty: our workers train the Hugging Face checkpoint folder that `strawflow run create "
+            "--model.path FOLDER` names; a run made without one goes on in the programs that made it"
+        )
+    if not (run.model_path / "config.json").exists():
         raise ConfigError(
             f"model.path must name a Hugging Face checkpoint folder; {run.model_path} has no config.json"
         )

@@ -252,6 +252,58 @@ class PlanChain:
             step, digest = step + 1, str(best.head["digest"])
 
 
+@dataclass(frozen=True)
+class Unconnected:
+    """What an entry or a checkpoint tells of and nothing led to."""
+
+    what: str
+    subject: str
+    message: str
+
+
+def unconnected(
+    entries: Sequence[StoredEntry],
+    manifests: Iterable[Manifest],
+    *,
+    planned: Mapping[Line, int],
+    branch_ids: Iterable[str],
+) -> list[Unconnected]:
+    """Return what a journal with holes could not connect; `planned` is the last step that each line was brought back to.
+
+    Batches that were taken back are left out: they may have been planned again.
+    """
+    found: dict[tuple[str, str], Unconnected] = {}
+
+    def tell(what: str, subject: str, line: Line) -> None:
+        branch_id, consumer = line
+        where = f"of consumer {consumer!r} on branch {branch_id!r}"
+        if branch_id not in known:
+            why = f"{where}: nothing tells how this branch began"
+        elif line not in planned:
+            why = f"{where}: nothing tells how this consumer began"
+        else:
+            why = f"{where}: no batches lead to it from step {planned[line]}"
+        found.setdefault((what, f"{subject} {line}"), Unconnected(what, subject, why))
+
+    known = set(branch_ids)
+    voided = {d for e in entries if e.kind is EntryKind.VOID for d in e.head["digests"]}
+    for entry in entries:
+        head = entry.head
+        line = entry.branch_id, str(head.get("consumer"))
+        match entry.kind:
+            case EntryKind.PLAN if head["digest"] not in voided and head["step"] > planned.get(line, -1):
+                tell("batch", f"step {head['step']}", line)
+            case EntryKind.CHECKPOINT if head["step"] > planned.get(line, -1):
+                tell("checkpoint", str(head["path"]), line)
+            case _:
+                continue
+    for manifest in manifests:
+        line = manifest.branch_id, manifest.consumer
+        if manifest.step > planned.get(line, -1):
+            tell("checkpoint", manifest.path, line)
+    return list(found.values())
+
+
 def units_of_plan(entry: StoredEntry) -> list[int]:
     """Return the units that a batch gives a fate."""
     return [unit_id for _, _, _, unit_ids in entry.body["fates"] for unit_id in unit_ids]

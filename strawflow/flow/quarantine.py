@@ -5,10 +5,12 @@
 3. Trained units are told, never opened again. A planned batch that no trainer has applied is taken back with all after it,
    and its groups wait to be planned again under a new id; one that a trainer has applied is needed for the replay: the
    file is restored, or the run goes on from a checkpoint before it on a branch.
-4. With `reopen` completed units without a fate are generated again. One that another consumer has trained is dropped for
-   those it still waits for.
-5. Whatever touches plans or offers is done under the roles of that consumer's assembler and trainer, which nobody alive may
-   hold; the journal has it first.
+4. With `reopen` completed units without a fate are generated again. One that a consumer has given its fate never is: that
+   consumer would get it twice. It is dropped for the consumers that it still waits for.
+5. What is in quarantine is not offered to a consumer made later (index.consumers); given back, it is.
+6. Whatever touches plans or offers is done under the roles of that consumer's assembler and trainer, which nobody alive may
+   hold; the journal has it first. Sessions whose process is gone, or whose lease expired, are declared lost before.
+7. What is told without `do` is what is done with it.
 """
 
 from __future__ import annotations
@@ -17,8 +19,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from strawflow.errors import ConflictError, StorageError
-from strawflow.flow import assemble, journal
+from strawflow.flow import assemble, journal, rescue
 from strawflow.flow.check import Looked, read_packs
+from strawflow.flow.fence import who_and_how_to_end
 from strawflow.flow.journal import Entry, EntryKind
 from strawflow.flow.run import Run
 from strawflow.flow.session import WorkerSession
@@ -29,7 +32,7 @@ from strawflow.index.quarantine import HeldBatch, HeldPrompts, HeldUnit, Voided
 from strawflow.states import BatchState, UnitState
 
 CORRUPT = "corrupt"
-"""Why a unit is dropped whose trajectories are damaged and that another consumer has trained."""
+"""Why a unit is dropped whose trajectories are damaged and that another consumer has given its fate."""
 
 Line = tuple[str, str]
 """(branch, consumer)."""
@@ -63,25 +66,39 @@ class QuarantineReport:
     """branch/consumer: steps of batches taken back, the last first."""
     reopened: list[int] = field(default_factory=list)
     """Units to be generated again."""
-    dropped: list[int] = field(default_factory=list)
-    """Units that some consumer has trained, dropped for those they still waited for."""
+    dropped: dict[str, list[int]] = field(default_factory=dict)
+    """branch/consumer: units dropped for it, which another consumer has trained or dropped."""
     left_open: list[int] = field(default_factory=list)
-    """Completed units that nothing trained and whose trajectories are damaged: `--reopen` generates them again."""
+    """Units that no consumer has given a fate and whose trajectories are damaged: `--reopen` generates them again."""
+    left_waiting: dict[str, list[int]] = field(default_factory=dict)
+    """branch/consumer: units before it that another consumer has trained or dropped: `--reopen` drops them for it."""
     trained: list[int] = field(default_factory=list)
     """Units with a fate whose trajectories are damaged: nothing needs them any more."""
     unservable: list[int] = field(default_factory=list)
     """Units that cannot be generated again: the weights they are bound to are gone."""
     stopped: list[str] = field(default_factory=list)
     """What the run cannot go on without, and the choice there is."""
+    beside: list[str] = field(default_factory=list)
+    """What damaged extents held that the run itself can do without, and what becomes of it."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether anything is changed by doing it: extents newly found or whole again, units and batches."""
+        is_new = any(not damaged.was_known for damaged in self.damaged)
+        return is_new or bool(self.given_back or self.voided or self.reopened or self.dropped)
 
 
 def quarantine_damage(run: Run, *, do: bool, reopen: bool = False) -> QuarantineReport:
-    """Read every stored extent, and contain what is damaged; `reopen` has open units of it generated again.
+    """Read every stored extent, and contain what is damaged.
+
+    `reopen` has open units of it generated again, or dropped for the consumers they wait for if another has their fate.
 
     Raises:
         ConflictError: batches or offers are to be changed and a live worker assembles or trains; what was contained is.
         StorageError: none of the pack files is there: the storage is not mounted.
     """
+    if do:
+        rescue.rescue_all(run)  # whoever is gone must not stand in the way until its lease expires
     damaged, given_back = _look(run)
     report = QuarantineReport(do, damaged, given_back)
     voids = _judge(run, report)
@@ -89,6 +106,7 @@ def quarantine_damage(run: Run, *, do: bool, reopen: bool = False) -> Quarantine
         report.voided = {_name(line): [b.step for b in found] for line, found in voids.items()}
         if reopen:
             report.reopened, report.left_open = report.left_open, []
+            report.dropped, report.left_waiting = report.left_waiting, {}
         return report
     session = WorkerSession(run, "quarantine")
     try:
@@ -166,7 +184,10 @@ def _judge(run: Run, report: QuarantineReport) -> dict[Line, list[Voided]]:
                 f"rows {p.first_row} to {p.first_row + p.num_rows - 1} of segment {p.segment_seq} of {p.dataset_id!r}"
                 for p in damaged.prompts
             )
-            report.stopped.append(f"prompts, {where}: restore {damaged.path} from a copy")
+            report.stopped.append(
+                f"prompts, {where}: their groups cannot be claimed; restore {damaged.path} from a copy and run "
+                "`strawflow index quarantine RUN --yes` again"
+            )
         for batch in damaged.batches:
             if batch.state is BatchState.PLANNED:
                 line = batch.branch_id, batch.consumer
@@ -185,6 +206,10 @@ def _judge(run: Run, report: QuarantineReport) -> dict[Line, list[Voided]]:
     for damaged in report.damaged:
         for unit in damaged.units:
             _sort_unit(report, _without_voided(unit, voids))
+        report.beside += _beside(damaged)
+    report.left_open.sort()
+    for unit_ids in report.left_waiting.values():
+        unit_ids.sort()
     return voids
 
 
@@ -197,9 +222,41 @@ def _without_voided(unit: HeldUnit, voids: dict[Line, list[Voided]]) -> HeldUnit
     return unit
 
 
+_NOT_OF_THE_RUN = {
+    "journal": "entries of the journal: no restore or rebuild can read them, while the index holds what they say; "
+    "`strawflow index backup RUN` keeps it",
+    "history": "units that retention moved out of the index: `strawflow unit show` cannot tell them any more",
+    "event": "events that retention moved out of the index: `strawflow events` cannot tell them any more",
+}
+"""What extents hold that no unit and no batch names, and what becomes of it, by kind."""
+
+
+def _beside(damaged: DamagedExtent) -> list[str]:
+    """Tell what an extent held that nothing waits for."""
+    at = f"{damaged.path}, byte {damaged.offset}"
+    if damaged.kind in _NOT_OF_THE_RUN:
+        return [f"{at} held {_NOT_OF_THE_RUN[damaged.kind]}"]
+    parts = {
+        "plan": "plan: what became of each member cannot be shown any more",
+        "batch": "packed rows: it cannot be replayed or opened any more",
+    }
+    what = parts.get(damaged.kind, "trajectories: it cannot be read again")
+    told = [
+        f"{at} held the batch of step {b.step} of {b.branch_id}/{b.consumer}, which is {b.state}, with its {what}"
+        for b in damaged.batches
+        if b.state is not BatchState.PLANNED
+    ]
+    if not (damaged.prompts or damaged.units or damaged.batches):
+        told.append(f"{at} held nothing that any row names")
+    return told
+
+
 def _sort_unit(report: QuarantineReport, unit: HeldUnit) -> None:
-    if unit.fates and not unit.offered_to:
-        report.trained.append(unit.unit_id)
+    if unit.fates:
+        for consumer in unit.offered_to:
+            report.left_waiting.setdefault(_name((unit.branch_id, consumer)), []).append(unit.unit_id)
+        if not unit.offered_to:
+            report.trained.append(unit.unit_id)
     elif unit.state is UnitState.COMPLETED and not unit.can_be_served:
         report.unservable.append(unit.unit_id)
     else:
@@ -224,6 +281,7 @@ def _contain(session: WorkerSession, report: QuarantineReport) -> None:
                     reason=damaged.reason,
                 )
         if quarantine.lift(connection, report.given_back):
+            consumers.offer_after_all(connection, report.given_back)
             events.record(
                 connection,
                 "extents.given_back",
@@ -253,7 +311,8 @@ class _Roles:
             found = consumers.take_role(connection, branch_id, role, self._session.session_id)
             if found is None:
                 raise ConflictError(
-                    f"a live worker is {role} on branch {branch_id!r}: stop the run, then repair its batches and offers"
+                    f"batches and offers are repaired while nobody alive is {role} on branch {branch_id!r}; it is "
+                    f"{_holder(connection, branch_id, role)}; then repair again"
                 )
             taken.append(found)
         self._held[line] = taken[0], taken[1]
@@ -265,6 +324,13 @@ class _Roles:
 
     def assembler(self, line: Line) -> Role:
         return self._held[line][0]
+
+
+def _holder(connection: Connection, branch_id: str, role: str) -> str:
+    holders = {name: session_id for name, _, session_id in consumers.roles_listed(connection, branch_id)}
+    listed = sessions.listed(connection, live_only=True)
+    holder = next((s for s in listed if s.session_id == holders.get(role)), None)
+    return "a session that ended just now" if holder is None else who_and_how_to_end(holder)
 
 
 def _void(session: WorkerSession, roles: _Roles, line: Line, found: Sequence[Voided]) -> None:
@@ -290,7 +356,9 @@ def _void(session: WorkerSession, roles: _Roles, line: Line, found: Sequence[Voi
 
 def _reopen(session: WorkerSession, roles: _Roles, report: QuarantineReport) -> None:
     run = session.run
-    wanted, report.left_open = report.left_open, []
+    open_ids, report.left_open = report.left_open, []
+    waiting, report.left_waiting = report.left_waiting, {}
+    wanted = {*open_ids, *(unit_id for unit_ids in waiting.values() for unit_id in unit_ids)}
     if not wanted:
         return
     branches = sorted({u.branch_id for d in report.damaged for u in d.units})
@@ -299,16 +367,18 @@ def _reopen(session: WorkerSession, roles: _Roles, report: QuarantineReport) -> 
             for consumer in consumers.listed(connection, branch_id):
                 roles.take(connection, (branch_id, consumer.consumer))
         held = quarantine.held_units(connection, [d.extent_id for d in report.damaged])
-    fated = [u for u in held if u.unit_id in set(wanted) and u.fates and u.offered_to]
-    _drop_for_others(session, roles, fated)
+    # Looked at again under the roles: a consumer may have given one its fate since.
+    fated = [u for u in held if u.unit_id in wanted and u.fates]
+    report.dropped = _drop_for_others(session, roles, fated)
     with run.index.begin() as connection:
         roles.require(connection)
-        report.reopened = quarantine.reopen(connection, wanted, reason=CORRUPT)
-    report.dropped = [u.unit_id for u in fated]
+        report.reopened = quarantine.reopen(connection, wanted - {u.unit_id for u in fated}, reason=CORRUPT)
 
 
-def _drop_for_others(session: WorkerSession, roles: _Roles, fated: Sequence[HeldUnit]) -> None:
-    """Drop units that one consumer has trained for the consumers they still wait for: no second sample is made of them."""
+def _drop_for_others(
+    session: WorkerSession, roles: _Roles, fated: Sequence[HeldUnit]
+) -> dict[str, list[int]]:
+    """Drop units that one consumer has for those they still wait for: no second sample is made of them. Returns which."""
     by_line: dict[Line, list[HeldUnit]] = {}
     for unit in fated:
         for consumer in unit.offered_to:
@@ -316,3 +386,4 @@ def _drop_for_others(session: WorkerSession, roles: _Roles, fated: Sequence[Held
     for line, units in by_line.items():
         dropped = [Assignment(u.epoch, u.unit_id, "dropped", CORRUPT) for u in units]
         assemble.drop(session, roles.assembler(line), dropped)
+    return {_name(line): sorted(u.unit_id for u in units) for line, units in by_line.items()}

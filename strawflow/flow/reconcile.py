@@ -2,7 +2,8 @@
 
 1. What the index names must be there: every extent's pack has its file, long enough to hold it. Extents in quarantine are
    known to be lost and do not count.
-2. What is there and has no row is listed: nothing of it would be missed by this index, and the next sweep removes it.
+2. What is there and has no row is listed: nothing of it would be missed by this index, and the next sweep removes it; a
+   finished checkpoint without a row it keeps.
 3. Only sizes are compared; whether the bytes are good is flow.check's part.
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 from strawflow.flow.index_place import SWEEP_BLOCKED
 from strawflow.flow.run import Run
-from strawflow.flow.sweep import Collected, Item
+from strawflow.flow.sweep import Collected, Item, folders_without_a_row
 from strawflow.index import events, liveness, meta
 from strawflow.packs.places import open_place
 
@@ -42,6 +43,7 @@ def reconcile(run: Run, *, accepts: bool = False, accepts_missing: bool = False)
         Item("file", path, "no row names it; a sweep will remove it", sizes[path])
         for path in sorted(sizes.keys() - known)
     ]
+    items += folders_without_a_row(run)
     may = accepts and (num_missing == 0 or accepts_missing)
     if may:
         with run.index.begin() as connection:

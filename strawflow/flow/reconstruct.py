@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
+from strawflow import clock
 from strawflow.config import RunConfig
 from strawflow.errors import ConflictError, CorruptPackError
 from strawflow.flow import journal
@@ -81,6 +82,8 @@ class Reconstruction:
     """branch/consumer: (position, last planned step)."""
     incarnation: int = 0
     """Highest that anything met was written in."""
+    num_missing: int = 0
+    """Packs that the index names and that are gone or too short; told among the losses."""
     losses: list[Loss] = field(default_factory=list)
 
 
@@ -92,14 +95,15 @@ def reconstruct(
     With `lossy` a hole in the journal is told among the losses, and what it would have led to is left out.
 
     Raises:
-        CorruptPackError: the journal has a hole; nothing is to be committed.
+        CorruptPackError: the journal has a hole, or what was found cannot all be true; nothing is to be committed.
         StorageError: a file cannot be read.
     """
-    work = _Work(connection, root, config, lossy=lossy)
-    try:
-        return work.run()
-    finally:
-        work.packs.close()
+    with reconstruction.contradictions_told():
+        work = _Work(connection, root, config, lossy=lossy)
+        try:
+            return work.run()
+        finally:
+            work.packs.close()
 
 
 class _Work:
@@ -110,6 +114,7 @@ class _Work:
         self.manifests = read_manifests(root)
         self.entries: list[StoredEntry] = []
         self._last_met = 0
+        self._has_holes = False
 
     def run(self) -> Reconstruction:
         report = self.report
@@ -121,9 +126,16 @@ class _Work:
                 f"{self.packs.root} has packs and no journal that can be read: it was written by a program before "
                 "journals, or they are gone; restore a backup"
             )
+        for hole in self.packs.holes:
+            self._on_hole(
+                f"{hole}: what it told of is lost, which may be admissions, plans, drops, checkpoints or weights"
+            )
         self.manifests += manifests_of(self.entries, self.packs.root, known=self.manifests)
         if branches.find(self.connection, MAIN_BRANCH) is None:
+            began = min((entry.at_ms for entry in self.entries), default=None)
             branches.create(self.connection, MAIN_BRANCH)
+            if began is not None:
+                reconstruction.date_branch(self.connection, MAIN_BRANCH, clock.shown(began))
             consumers.ensure(self.connection, MAIN_BRANCH, TRAINER)
         self._segments()
         lines = Lines(
@@ -142,14 +154,10 @@ class _Work:
         for branch_id in known:
             lines.drop_again(branch_id)
         for entry in started:
-            head = entry.head
-            inherit_drops(
-                self.connection,
-                entry.branch_id,
-                head["consumer"],
-                parent_id=head["parent"],
-                step=head["from_step"],
-            )
+            for consumer, position, _ in _starts(entry):
+                inherit_drops(
+                    self.connection, entry.branch_id, consumer, parent_id=entry.head["parent"], step=position
+                )
             lines.drop_again(entry.branch_id)
         self._finish(lines)
         return report
@@ -159,6 +167,7 @@ class _Work:
             raise CorruptPackError(
                 f"{message}: the journal is damaged; restore a backup, or go on with --lossy"
             )
+        self._has_holes = True
         self.packs.losses.append(Loss("journal", "hole", message))
 
     # ---- prompts
@@ -172,6 +181,11 @@ class _Work:
             )
             for entry, is_certain in found:
                 self._add_segment(entry, is_certain=is_certain)
+        admitted = {e.head["dataset"] for e in self.entries if e.kind is EntryKind.ADMISSION}
+        for dataset_id in sorted(admitted - set(reconstruction.datasets_of(self.connection))):
+            self._on_hole(
+                f"units were admitted from dataset {dataset_id!r}, and nothing tells of its segments"
+            )
 
     def _add_segment(self, entry: StoredEntry, *, is_certain: bool) -> None:
         body = entry.body
@@ -216,8 +230,17 @@ class _Work:
             parent_id=body["parent"],
             from_checkpoint_id=body["from_checkpoint"],
             from_step=body["from_step"],
+            starts={consumer: position for consumer, position, _ in body.get("starts", ())},
+            weights_step=body.get("weights_step"),
         )
-        consumers.ensure(self.connection, name, body["consumer"], position=body["from_step"])
+        reconstruction.date_branch(self.connection, name, clock.shown(entry.at_ms))
+        if branches.find(self.connection, body["parent"]) is None:
+            self._on_hole(
+                f"branch {name!r} began from branch {body['parent']!r}, and nothing tells how that one began"
+            )
+        positions: dict[str, int] = {}
+        for consumer, positions[consumer], purposes in _starts(entry):
+            consumers.ensure(self.connection, name, consumer, purposes=purposes, position=positions[consumer])
         parents = reconstruction.carried_units(self.connection, body["carried"])
         if missing := set(body["carried"]) - parents.keys():
             self._on_hole(f"branch {name!r} took unit {min(missing)} up, which nothing admitted")
@@ -241,8 +264,10 @@ class _Work:
             self.connection,
             carried,
             to_branch=name,
-            consumer=body["consumer"],
             first_id=body["first_unit_id"],
+            seen={
+                consumer: (positions[consumer], places) for consumer, places in body.get("seen", {}).items()
+            },
         )
         inherit_cursors(self.connection, name, body["cursors"], Counter(c.dataset_id for c in carried))
         meta.put(self.connection, ACTIVE_BRANCH, name)
@@ -337,6 +362,10 @@ class _Work:
             unit = standing.get(group.unit_id)
             if unit is None:
                 continue
+            if unit.profile not in profiles:
+                raise CorruptPackError(
+                    f"unit {group.unit_id} is of profile {unit.profile!r}, which config.json does not have: it was changed"
+                )
             held = best.get(group.unit_id)
             newest = (unit.fence, unit.seq) if held is None else (held.fence, held.seq)
             is_result = (
@@ -379,6 +408,11 @@ class _Work:
             reconstruction.incarnation_of(max(fences, default=0)),
         )
         packs = self.packs
+        missing = packs.missing()
+        report.num_missing = len(missing)
+        packs.losses += missing
+        if self._has_holes:
+            self._tell_unconnected(lines)
         report.num_packs, report.num_extents, report.num_moved = (
             packs.num_packs,
             packs.num_named,
@@ -388,6 +422,15 @@ class _Work:
         report.num_batches, report.num_drops = lines.num_batches, lines.num_drops
         report.num_checkpoints, report.num_weights = lines.num_checkpoints, lines.num_weights
         report.positions = {"/".join(line): found for line, found in lines.positions.items()}
+
+    def _tell_unconnected(self, lines: Lines) -> None:
+        hanging = choice.unconnected(
+            self.entries,
+            self.manifests,
+            planned={line: planned for line, (_, planned) in lines.positions.items()},
+            branch_ids=[branch.branch_id for branch in branches.listed(self.connection)],
+        )
+        self.packs.losses += [Loss(u.what, u.subject, u.message) for u in hanging]
 
     def _retire(self) -> int:
         """Let units that had left for the history leave again; events that did are named where they lie."""
@@ -432,6 +475,13 @@ def begin_incarnation(connection: Connection, root: Path, config: RunConfig, inc
         connection, kind=journal.KIND, path=path, is_sealed=True, num_bytes=writer.length
     )
     reconstruction.add_extent(connection, replace(extent, pack_id=pack.pack_id))
+
+
+def _starts(entry: StoredEntry) -> list[tuple[str, int, list[str]]]:
+    """Return (consumer, position, purposes) of those who go on on a branch: once only the one of the checkpoint did."""
+    head = entry.head
+    told = head.get("starts", [[head["consumer"], head["from_step"], consumers.TRAINABLE]])
+    return [(consumer, position, list(purposes)) for consumer, position, purposes in told]
 
 
 def _result(group: FoundGroup, state: UnitState, extent_id: int, steps: dict[str, int]) -> FoundResult:

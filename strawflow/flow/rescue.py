@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 
-from strawflow.errors import CorruptPackError
+from strawflow.errors import CommitUnknownError, CorruptPackError, StorageError
 from strawflow.flow import journal
 from strawflow.flow.run import Run
 from strawflow.flow.session import WorkerSession
@@ -55,6 +55,23 @@ def declare_dead_processes_lost(run: Run) -> int:
 def rescue_all(run: Run) -> int:
     """Declare lost every session whose process is gone or whose lease expired; returns how many units came back."""
     return declare_dead_processes_lost(run) + rescue_expired(run)
+
+
+def give_up(session: WorkerSession, *, reason: str) -> None:
+    """Seal the packs of a session of this process whose work failed, and declare it lost now, not at its expiry.
+
+    Lost, not ended: the attempts it held stand. What fails in it is logged; the session expires then, as if killed.
+    """
+    session.mark_lost()
+    try:
+        session.checksums.write()
+        session.packs.close()
+    except Exception as error:  # the work's own error is the one to tell; recovery closes what is left open
+        log.warning("packs of session %s stay open: %s", session.session_id, error)
+    try:
+        declare_lost(session.run, session.session_id, reason=reason)
+    except (StorageError, CommitUnknownError) as error:
+        log.warning("session %s lives on until it expires: %s", session.session_id, error)
 
 
 def pids_of_lost_sessions(run: Run) -> set[int]:

@@ -1,6 +1,6 @@
 """Restoring a run's index from a backup; with config.json and the backup's folder even when the index is gone.
 
-1. Nothing is changed before every file of the backup matched its checksum.
+1. Nothing is changed before every file of the backup matched its checksum, nor by the backup of another run.
 2. A kill at any instant leaves the index of before or the restored one (flow.index_place).
 3. What packs, journal and checkpoints tell beyond the backup is replayed in the same transaction: admissions, drops, plans,
    checkpoints, weights and trajectories made after it are there again. Only what packs do not hold is as old as the
@@ -17,13 +17,17 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from strawflow.errors import AlreadyExistsError, CorruptPackError
+from strawflow.errors import AlreadyExistsError, CorruptPackError, InvalidInputError
+from strawflow.flow.backup import FOLDER as BACKUPS
 from strawflow.flow.backup import Manifest, read_manifest, table_batches, verify
 from strawflow.flow.index_place import SWEEP_BLOCKED, Found, Target, fill, lose_everyone
 from strawflow.flow.index_place import look as look_at
 from strawflow.flow.reconstruct import Reconstruction, begin_incarnation, reconstruct
+from strawflow.flow.run import identity_of
 from strawflow.index import dump, events, meta
 from strawflow.index.engine import Connection
+from strawflow.packs.places import open_place
+from strawflow.packs.scan import list_packs
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,7 @@ def restore(root: Path, folder: Path, *, may_replace: bool = False, lossy: bool 
 
     Raises:
         NotFoundError: `root` is no run, or `folder` no backup.
+        InvalidInputError: it is the backup of another run.
         CorruptPackError: a file of the backup is missing or was changed, or the journal has a hole.
         IncompatibleFormatError: the backup or the index there is of another revision.
         AlreadyExistsError: the index there is not empty, and `may_replace` is not set.
@@ -92,7 +97,32 @@ def _looked_at(root: Path, folder: Path, *, may_replace: bool) -> tuple[Manifest
             index=target.shown_url,
         )
     verify(folder, manifest)
+    _refuse_another_runs(folder, manifest, target.root)
     return manifest, target
+
+
+def _refuse_another_runs(folder: Path, manifest: Manifest, root: Path) -> None:
+    """Refuse the backup of another run; where one of the two has no identity, by the packs that it names.
+
+    A pack's name is used once, anywhere: a backup of this run names one that lies here, unless all of them are gone.
+    """
+    mine = identity_of(root)
+    if mine and manifest.run_id:
+        if mine != manifest.run_id:
+            raise InvalidInputError(
+                f"{folder} is the backup of another run, {manifest.run!r}: nothing was changed; give one of {root} "
+                f"(`ls {root / BACKUPS}`)",
+                run_id=mine,
+                backup_of=manifest.run_id,
+            )
+        return
+    here = list_packs(open_place(root)).keys()
+    named = {path for batch in table_batches(folder, "packs") for path in batch.column("path").to_pylist()}
+    if here and named and here.isdisjoint(named):
+        raise InvalidInputError(
+            f"{folder} names {len(named)} packs, and none of them is among the {len(here)} in {root}: it is the backup of "
+            f"another run, {manifest.run!r}, or all packs it needs are gone; nothing was changed, give a backup of this run"
+        )
 
 
 def _pour(

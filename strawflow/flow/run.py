@@ -1,6 +1,7 @@
 """A run: one folder, one index, one configuration that never changes.
 
 RUN/config.json      the resolved configuration, written last when a run is created
+RUN/run.id           which run this is: a backup of another one is not restored into it
 RUN/index.sqlite     the index, unless run.index_url names another
 RUN/packs/<kind>/    Arrow packs
 RUN/weights/         weight versions, each a Hugging Face checkpoint
@@ -19,6 +20,7 @@ from pathlib import Path
 from strawflow import config as configuration
 from strawflow.config import RunConfig
 from strawflow.errors import AlreadyExistsError, ConfigError, NotFoundError
+from strawflow.ids import new_id
 from strawflow.index import branches, consumers, meta, migrate
 from strawflow.index.engine import Index
 from strawflow.packs.probe import durability_of
@@ -30,6 +32,7 @@ ACTIVE_BRANCH = "branch"
 """Key of the note that names the branch the run is on; absent: the first."""
 CONFIG_FILE = "config.json"
 INDEX_FILE = "index.sqlite"
+IDENTITY_FILE = "run.id"
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,7 @@ def create_run(
         branches.create(connection, MAIN_BRANCH)
         consumers.ensure(connection, MAIN_BRANCH, TRAINER)
     index.expire_after_reboot()
+    write_durably(root / IDENTITY_FILE, new_id("run").encode())
     for name, content in (files or {}).items():
         write_durably(root / name, content)
     write_durably(root / CONFIG_FILE, configuration.to_json(config).encode())
@@ -133,6 +137,14 @@ def open_index(root: Path, config: RunConfig) -> Index:
 
 def index_url(root: Path, config: RunConfig) -> str:
     return config.run.index_url or f"sqlite:///{root / INDEX_FILE}"
+
+
+def identity_of(root: Path) -> str:
+    """Return what tells a run from every other; empty for one made before runs had it, or whose file was lost."""
+    try:
+        return (root / IDENTITY_FILE).read_text(encoding="utf-8").strip()
+    except (FileNotFoundError, UnicodeDecodeError):
+        return ""
 
 
 def is_run(root: Path) -> bool:

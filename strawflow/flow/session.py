@@ -73,6 +73,15 @@ class WorkerSession:
                 session_id=self.session_id,
             )
 
+    def mark_lost(self) -> None:
+        """Refuse all further work under this session, which its owner gave up."""
+        self._lost.set()
+
+    def require_not_lost(self) -> None:
+        """Raise LeaseLostError when this session is known to be lost; one only late may still write, under its fence."""
+        if self._lost.is_set():
+            raise LeaseLostError("this session was lost; it must start again", session_id=self.session_id)
+
     def pack_for_copies(self, kind: str, *, purpose: str) -> PackWriter:
         """Create a pack of its own for extents of other packs; the caller seals it and names what lies in it.
 
@@ -104,7 +113,8 @@ class WorkerSession:
         self._stop.set()
         if error is None:
             self.end()
-        # Otherwise the session expires or its supervisor declares it lost: what it holds is taken back whole.
+        # Otherwise the session expires, or its supervisor or its owner (rescue.give_up) declares it lost: what it holds
+        # is taken back whole, its attempts counted, which a clean end would refund.
 
     def _trust_from(self, requested_at: float) -> TrustedUntil:
         lease = self.run.config.lease

@@ -2,7 +2,8 @@
 
 1. Everything here reads; nothing is rescued, renewed or repaired by looking.
 2. A snapshot is taken in one read transaction; disk use is measured beside it, without a lock.
-3. It knows what the index says. Whether the bytes are good is `flow.check`'s part.
+3. It knows what the index says. Whether the bytes are good is `flow.check`'s part; a close-up comes upon damage, and shows
+   it in place of the rows that lie there.
 """
 
 from __future__ import annotations
@@ -10,11 +11,27 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from strawflow.errors import NotFoundError
+import pyarrow as pa
+
+from strawflow.errors import CorruptPackError, NotFoundError, StorageError
 from strawflow.flow import quota, retire
+from strawflow.flow.index_place import SWEEP_BLOCKED
 from strawflow.flow.placed import read_extent
 from strawflow.flow.run import Run
-from strawflow.index import batches, checkpoints, consumers, datasets, events, packs, sessions, units, weights
+from strawflow.ids import Extent
+from strawflow.index import (
+    batches,
+    checkpoints,
+    consumers,
+    datasets,
+    events,
+    meta,
+    packs,
+    quarantine,
+    sessions,
+    units,
+    weights,
+)
 from strawflow.index.batches import Batch
 from strawflow.index.checkpoints import Checkpoint
 from strawflow.index.consumers import Assignment, Consumer
@@ -96,6 +113,10 @@ class RunStatus:
     disk_bytes: dict[str, int]
     shortage: str | None
     """Why nothing is admitted or claimed now: too little room on the disk, or beneath the quota."""
+    num_quarantined: int
+    """Damaged extents in quarantine."""
+    sweep_blocked: str | None
+    """Why nothing is swept: the index was restored or rebuilt, and was not matched against the packs since."""
 
 
 def snapshot(run: Run, *, num_events: int = 8, num_failed: int = 5) -> RunStatus:
@@ -133,6 +154,8 @@ def snapshot(run: Run, *, num_events: int = 8, num_failed: int = 5) -> RunStatus
             events=tuple(events.latest(connection, limit=num_events)),
             disk_bytes=quota.disk_use(run),
             shortage=quota.measure(run).shortage,
+            num_quarantined=len(quarantine.listed(connection)),
+            sweep_blocked=meta.find(connection, SWEEP_BLOCKED),
         )
 
 
@@ -179,49 +202,82 @@ class BatchDetail:
     members: tuple[dict[str, Any], ...]
     """The stored plan rows, each with its prompt and response length where the member was packed."""
     micro_batches: tuple[dict[str, Any], ...]
-    """Place, sequences, tokens and file of each micro-batch."""
+    """Place, sequences, tokens and file of each micro-batch; its damage instead where it cannot be read."""
+    damage: str | None = None
+    """Why the plan, and so no member, can be shown."""
 
 
 def batch_detail(run: Run, step: int) -> BatchDetail:
-    """Read one batch whole: plan and packed rows.
+    """Read one batch whole: plan and packed rows. What is damaged of it is told in its place.
 
     Raises:
         NotFoundError: no batch of that step.
-        CorruptPackError: stored bytes do not match their checksum.
     """
     with run.index.read() as connection:
         batch = batches.require(connection, run.branch, run.consumer, step)
         places = batches.places(connection, batch.batch_id)
-        placed = packs.find_extents(connection, [batch.plan_extent_id, *(p.extent_id for p in places)])
         assigned = batches.units_of(connection, [batch.batch_id])
     reader = PackReader(run.root)
-    lengths: dict[tuple[int, int, int], tuple[int, int]] = {}
-    micro_batches: list[dict[str, Any]] = []
-    for place in places:
-        extent = placed[place.extent_id]
-        rows = read_extent(run, reader, extent)
+    lengths: _Lengths = {}
+    micro_batches = [
+        {
+            "mini_batch": place.mini_batch,
+            "slice": place.slice,
+            "micro_batch": place.micro_batch,
+            **_packed(_read(run, reader, place.extent_id), lengths),
+        }
+        for place in places
+    ]
+    plan = _read(run, reader, batch.plan_extent_id)
+    members = []
+    for row in plan.to_pylist():
+        prompt, response = lengths.get((row["unit_id"], row["member"], row["segment"]), (None, None))
+        members.append({**row, "prompt_length": prompt, "response_length": response})
+    fates = [{"unit_id": u, "outcome": outcome, "reason": reason} for _, u, outcome, reason in assigned]
+    return BatchDetail(batch, tuple(fates), tuple(members), tuple(micro_batches), plan.damage)
+
+
+_Lengths = dict[tuple[int, int, int], tuple[int, int]]
+"""(unit, member, segment) to (prompt length, response length)."""
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """An extent as it was found: its place and rows, or what is wrong with it."""
+
+    extent: Extent | None = None
+    rows: pa.RecordBatch | None = None
+    damage: str | None = None
+
+    def to_pylist(self, start: int = 0, count: int | None = None) -> list[dict[str, Any]]:
+        return [] if self.rows is None else self.rows.slice(start, count).to_pylist()
+
+
+def _read(run: Run, reader: PackReader, extent_id: int) -> _Stored:
+    try:
+        with run.index.read() as connection:
+            extent = packs.find_extents(connection, [extent_id])[extent_id]
+        return _Stored(extent, read_extent(run, reader, extent))
+    except (CorruptPackError, StorageError) as error:
+        return _Stored(damage=error.message)
+
+
+def _packed(stored: _Stored, lengths: _Lengths) -> dict[str, Any]:
+    """Return what is shown of a micro-batch; `lengths` is told its members'."""
+    rows, extent = stored.rows, stored.extent
+    if rows is not None:
         columns = ["unit_id", "member", "segment", "prompt_length", "tokens"]
         for row in rows.select(columns).to_pylist():
             key = (row["unit_id"], row["member"], row["segment"])
             lengths[key] = (row["prompt_length"], len(row["tokens"]) - row["prompt_length"])
-        micro_batches.append(
-            {
-                "mini_batch": place.mini_batch,
-                "slice": place.slice,
-                "micro_batch": place.micro_batch,
-                "num_sequences": rows.num_rows,
-                "num_tokens": len(rows.column("tokens").flatten()),
-                "path": extent.path,
-                "offset": extent.offset,
-                "length": extent.length,
-            }
-        )
-    members = []
-    for row in read_extent(run, reader, placed[batch.plan_extent_id]).to_pylist():
-        prompt, response = lengths.get((row["unit_id"], row["member"], row["segment"]), (None, None))
-        members.append({**row, "prompt_length": prompt, "response_length": response})
-    fates = [{"unit_id": u, "outcome": outcome, "reason": reason} for _, u, outcome, reason in assigned]
-    return BatchDetail(batch, tuple(fates), tuple(members), tuple(micro_batches))
+    return {
+        "num_sequences": None if rows is None else rows.num_rows,
+        "num_tokens": None if rows is None else len(rows.column("tokens").flatten()),
+        "path": None if extent is None else extent.path,
+        "offset": None if extent is None else extent.offset,
+        "length": None if extent is None else extent.length,
+        "damage": stored.damage,
+    }
 
 
 @dataclass(frozen=True)
@@ -229,21 +285,27 @@ class UnitDetail:
     """One unit, opened."""
 
     unit: Unit
-    prompt: dict[str, Any]
+    prompt: dict[str, Any] | None
+    """None when its bytes are damaged."""
     members: tuple[dict[str, Any], ...]
-    """Its accepted trajectories: status, reward, lengths, text; empty unless completed."""
+    """Its accepted trajectories: status, reward, lengths, text; empty unless completed and whole."""
     fates: tuple[dict[str, Any], ...]
     events: tuple[dict[str, Any], ...]
     is_retired: bool = False
     """Whether it left the index: its row and fates are read from the history, its trajectories are gone."""
+    prompt_damage: str | None = None
+    """Why the prompt cannot be shown."""
+    damage: str | None = None
+    """Why its trajectories cannot be shown."""
 
 
 def unit_detail(run: Run, unit_id: int) -> UnitDetail:
     """Read one unit whole: its prompt, its accepted trajectories, what became of it and its events.
 
+    What is damaged of it is told in its place.
+
     Raises:
         NotFoundError: no such unit.
-        CorruptPackError: stored bytes do not match their checksum.
     """
     with run.index.read() as connection:
         is_there = units.is_there(connection, unit_id)
@@ -262,21 +324,16 @@ def unit_detail(run: Run, unit_id: int) -> UnitDetail:
         if not places:
             raise NotFoundError(f"unit {unit_id} names a prompt that its segment does not hold")
         first_row, prompt_extent = places[-1]
-        ids = [prompt_extent] + ([unit.extent_id] if unit.extent_id else [])
-        placed = packs.find_extents(connection, ids)
     reader = PackReader(run.root)
-    prompt = (
-        read_extent(run, reader, placed[prompt_extent]).slice(unit.position - first_row, 1).to_pylist()[0]
-    )
-    prompt.pop("content_digest")
-    rows: list[dict[str, Any]] = []
-    if unit.extent_id is not None:
-        whole = read_extent(run, reader, placed[unit.extent_id])
-        rows = whole.slice(unit.row_start, unit.row_count).to_pylist()
+    asked = _read(run, reader, prompt_extent)
+    prompt = next(iter(asked.to_pylist(unit.position - first_row, 1)), None)
+    if prompt is not None:
+        prompt.pop("content_digest")
+    given = _Stored() if unit.extent_id is None else _read(run, reader, unit.extent_id)
     return UnitDetail(
         unit=unit,
         prompt=prompt,
-        members=tuple(_member(row) for row in rows),
+        members=tuple(_member(row) for row in given.to_pylist(unit.row_start or 0, unit.row_count)),
         fates=tuple(
             {
                 "consumer": consumer,
@@ -289,6 +346,8 @@ def unit_detail(run: Run, unit_id: int) -> UnitDetail:
         ),
         events=tuple(history),
         is_retired=retired is not None,
+        prompt_damage=asked.damage,
+        damage=given.damage,
     )
 
 

@@ -39,8 +39,10 @@ class Submission:
 
     def check(self) -> None:
         """Raise InvalidInputError when a member breaks promise P9 or P10, or a unit is handed in twice."""
-        for result in (*self.results, *self.parked):
+        for result in self.results:
             result.check()
+        for progress in self.parked:
+            progress.check(is_parked=True)
         settled = self.unit_ids()
         if len(set(settled)) != len(settled):
             raise InvalidInputError("one submission settles a unit twice", submission_id=self.submission_id)
@@ -50,32 +52,61 @@ class Submission:
         state = xxhash.xxh3_128()
         for name, results in (("complete", self.results), ("park", self.parked)):
             for r in results:
-                _add_to(state, (name, r.unit_id, r.fence, r.seq, r.engine, *_settings(r), len(r.members)))
+                _add(
+                    state,
+                    name,
+                    int(r.unit_id),
+                    int(r.fence),
+                    int(r.seq),
+                    r.engine,
+                    *_settings(r),
+                    len(r.members),
+                )
                 _add_array(state, np.asarray(r.prompt_tokens, np.int32))
                 for m in r.members:
-                    of_member = (m.member, m.status, m.finish_reason, m.reward, m.score, m.failure)
-                    _add_to(state, (*of_member, m.response_text, m.environment, m.versions))
+                    _add(state, int(m.member), m.status, m.finish_reason, _number(m.reward), _number(m.score))
+                    _add(state, m.failure, m.response_text, m.environment, *m.versions)
                     for array in (m.token_array, m.logprob_array, m.version_places):
                         _add_array(state, array)
-        wanted = None if self.wanted is None else (self.wanted.limit, self.wanted.purposes)
-        state.update(repr((list(self.failures), list(self.released), wanted)).encode())
+        for f in self.failures:
+            _add(state, "fail", int(f.unit_id), int(f.fence), f.error, float(f.retry_after_s))
+        for unit_id, fence in self.released:
+            _add(state, "release", int(unit_id), int(fence))
+        if self.wanted is not None:
+            purposes = ("any",) if self.wanted.purposes is None else ("of", *self.wanted.purposes)
+            _add(state, "claim", int(self.wanted.limit), self.wanted.serving_version_id, *purposes)
         return state.digest()
 
 
-def _settings(result: UnitResult) -> tuple[Any, ...]:
-    profile = result.profile
-    return profile.purpose, profile.temperature, profile.top_p, profile.max_response_tokens
+def _settings(result: UnitResult) -> tuple[str, float, float, int]:
+    p = result.profile
+    return p.purpose, float(p.temperature), float(p.top_p), int(p.max_response_tokens)
 
 
-def _add_to(state: Any, values: tuple[Any, ...]) -> None:
-    state.update(repr(values).encode())
+def _number(value: float | None) -> float | None:
+    return None if value is None else float(value) + 0.0  # -0.0 is the same number as 0.0
+
+
+def _add(state: Any, *values: str | bytes | float | None) -> None:
+    """Add values so that neither their borders nor the Python type of a text or a piece of memory matters."""
+    for value in values:
+        if value is None:
+            told = b""
+        elif isinstance(value, str):
+            told = value.encode()
+        elif isinstance(value, int | float):
+            told = repr(value).encode()
+        else:
+            told = bytes(value)
+        state.update(f"{'-' if value is None else len(told)},".encode())
+        state.update(told)
+    state.update(b";")
 
 
 def _add_array(state: Any, array: np.ndarray[Any, Any] | None) -> None:
-    """Length first: where one array ends and the next begins is content too."""
-    state.update(b"-" if array is None else len(array).to_bytes(8, "little"))
+    _add(state, None if array is None else len(array))
     if array is not None:
-        state.update(array.data)
+        state.update(np.ascontiguousarray(array).data)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@
 4. A checkpoint or weights folder is only removed when its row says so, or when it has none, nothing wrote to it for the
    grace, and the trainer's fence in its name is not that of a role some live session holds: only its holder could
    still commit it.
+   A checkpoint that was finished before the index was restored or rebuilt and has no row in it now is kept and told: the
+   index may have lost it, and who removes it by hand knows better.
 5. Nothing is swept while the index was restored or rebuilt and its packs were not matched against it since.
 6. A kill between any two steps leaves what the next sweep finishes.
 
@@ -31,17 +33,26 @@ from pathlib import Path
 
 from strawflow import faults
 from strawflow.errors import ConflictError, StorageError
+from strawflow.flow.found_lines import read_manifests
 from strawflow.flow.index_place import SWEEP_BLOCKED
 from strawflow.flow.quota import tree_bytes
 from strawflow.flow.run import Run
 from strawflow.flow.session import STALL_S, WorkerSession
 from strawflow.index import events, liveness, meta, packs, pins, sessions
 from strawflow.index.engine import Connection
+from strawflow.index.reconstruction import incarnation_of
 from strawflow.packs.places import open_place
 
 REFERENCE_AGE_S = 1.5 * STALL_S
 """How long a live session may hold bytes that it has not named: its loop would count as hung before."""
 
+KEPT = "kept"
+"""What an item is called that nothing names and that a sweep leaves where it is."""
+
+_WHY_KEPT = (
+    "a finished checkpoint of {size} bytes from before the index was restored or rebuilt, which has no row now; it stays, "
+    "remove the folder by hand if it is not wanted"
+)
 _CHUNK = 2000
 _FOLDERS = ("checkpoints", "weights")
 # A version's digest may look like a fence: it is the last part of the name and belongs to weights only.
@@ -53,7 +64,7 @@ class Item:
     """One thing that is removed, or would be."""
 
     what: str
-    """`pack`, `file`, `extents`, `folder`, `pins`; retention has further ones."""
+    """`pack`, `file`, `extents`, `folder`, `pins`, `kept`; retention has further ones."""
     subject: str
     why: str
     num_bytes: int
@@ -93,7 +104,7 @@ def plan_sweep(run: Run) -> Collected:
         if use.num_named == 0 and not use.is_pinned
     ]
     items += [_due_item(path, num_bytes) for _, path, num_bytes in due]
-    return Collected(False, items + list(_orphans(run)) + list(_folders(run)))
+    return Collected(False, items + list(_orphans(run)) + list(folders_without_a_row(run)))
 
 
 def sweep(session: WorkerSession) -> Collected:
@@ -114,8 +125,8 @@ def sweep(session: WorkerSession) -> Collected:
     done.items += _condemn(session, grace_s)
     done.items += _unlink_due(session, grace_s)
     done.items += _remove_files(session, list(_orphans(run)))
-    done.items += _remove_files(session, list(_folders(run)))
-    if done.items:
+    done.items += _remove_files(session, list(folders_without_a_row(run)))
+    if any(item.what != KEPT for item in done.items):
         with run.index.begin() as connection:
             events.record(
                 connection,
@@ -231,18 +242,22 @@ def _orphans(run: Run) -> Iterator[Item]:
             yield Item("file", path, "no row of the index names it", sizes[path])
 
 
-def _folders(run: Run) -> Iterator[Item]:
+def folders_without_a_row(run: Run) -> Iterator[Item]:
     """Yield folders of checkpoints and weights that no row names, or whose row says that they are removed."""
     found = [path for name in _FOLDERS for path in sorted((run.root / name).glob("*")) if path.is_dir()]
     with run.index.read() as connection:
         told = liveness.folders(connection)
+        incarnation = meta.incarnation(connection)
+    finished_before = {m.path for m in read_manifests(run.root) if incarnation_of(m.fence) < incarnation}
     for path in found:
         name = str(path.relative_to(run.root))
         matched = _OF_TRAINER.fullmatch(path.name)
         may_be_named = matched is None or int(matched["c"] or matched["v"]) in told.trainer_fences
         if name in told.kept or (may_be_named and name not in told.removed):
             continue
-        if _is_old(path, run.config.storage.sweep_grace_s):
+        if name in finished_before and name not in told.removed:
+            yield Item(KEPT, name, _WHY_KEPT.format(size=tree_bytes(path)), 0)
+        elif _is_old(path, run.config.storage.sweep_grace_s):
             why = (
                 "its row says that it is removed" if name in told.removed else "no row of the index names it"
             )
@@ -253,6 +268,8 @@ def _remove_files(session: WorkerSession, items: list[Item]) -> list[Item]:
     for item in items:
         session.mark_progress()
         session.require_live()
+        if item.what == KEPT:
+            continue
         path = session.run.root / item.subject
         try:
             if path.is_dir():

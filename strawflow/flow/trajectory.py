@@ -13,13 +13,19 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from strawflow.config import SamplingProfile
-from strawflow.errors import InvalidInputError
+from strawflow.errors import CorruptPackError, InvalidInputError
 from strawflow.flow.columns import constant, lists, lists_or_null, maybe, numbers, offsets, same
 from strawflow.records import schema_of
 
 NOT_SAMPLED = -1
 """token_versions of a token that no weights sampled (a demonstration)."""
 
+ALIGNED_OR_NULL = ("loss_mask", "token_versions")
+"""Columns of one item a token, or null where one word tells them all."""
+
+PARTIAL = "partial"
+STATUSES = ("finished", "truncated", "failed", PARTIAL)
+"""What a member may be; partial only while its group is parked."""
 
 COMPLETE_SEQ = 1
 """A unit without saved progress has one guarded write: its completion."""
@@ -76,7 +82,10 @@ class Member:
         return np.asarray(self.logprobs, np.float32)
 
     def check(self) -> None:
-        """Raise InvalidInputError when the parallel arrays disagree, a number is not finite, or a result is missing."""
+        """Raise InvalidInputError when the parallel arrays disagree, a number is not finite, or status and result do.
+
+        A partial member passes: whether its group may hold one is `UnitResult.check`'s question.
+        """
         num_tokens = len(self.response_tokens)
         is_same = isinstance(self.token_versions, str)
         num_versions = num_tokens if is_same else len(self.token_versions)
@@ -88,6 +97,10 @@ class Member:
         # One pass: a sum of finite float32 values in float64 cannot overflow, and NaN or infinity shows in it.
         if not math.isfinite(self.logprob_array.sum(dtype=np.float64)):
             raise InvalidInputError(f"member {self.member}: a log-probability is not finite")
+        if self.status not in STATUSES:
+            raise InvalidInputError(
+                f"member {self.member}: status {self.status!r} is none of {', '.join(STATUSES)}"
+            )
         if (self.status == "failed") != (self.failure is not None):
             raise InvalidInputError(
                 f"member {self.member}: a failed member needs its reason, another must have none"
@@ -122,10 +135,15 @@ class UnitResult:
     profile: SamplingProfile
     engine: str
 
-    def check(self) -> None:
-        """Raise InvalidInputError when a member breaks promise P9 or P10."""
+    def check(self, *, is_parked: bool = False) -> None:
+        """Raise InvalidInputError when a member breaks promise P9 or P10, or is partial in a group that is not parked."""
         for member in self.members:
             member.check()
+            if member.status == PARTIAL and not is_parked:
+                raise InvalidInputError(
+                    f"member {member.member}: a partial member cannot be completed; park its group",
+                    unit_id=self.unit_id,
+                )
 
     @property
     def num_tokens(self) -> int:
@@ -216,18 +234,43 @@ def with_every_token(rows: pa.RecordBatch) -> pa.RecordBatch:
     """Return rows of kind trajectory or continuation whose mask and versions are told for every token, none null.
 
     int8 mask: 1 = trained. int32 places in weight_versions: -1 (`NOT_SAMPLED`) where no weights sampled the token.
+
+    Raises:
+        CorruptPackError: a row tells another number of items than it has tokens, or not which of its versions sampled them.
     """
     lengths = np.asarray(pc.list_value_length(rows.column("response_tokens")))
-    is_sampled = np.asarray(pc.list_value_length(rows.column("weight_versions"))) > 0
+    num_versions = np.asarray(pc.list_value_length(rows.column("weight_versions")))
+    fillers = {
+        "loss_mask": np.ones(len(lengths), np.int8),
+        "token_versions": np.where(num_versions > 0, np.int32(0), np.int32(NOT_SAMPLED)),
+    }
     columns = rows.columns
-    for name, filler in (
-        ("loss_mask", np.ones(len(lengths), np.int8)),
-        ("token_versions", np.where(is_sampled, np.int32(0), np.int32(NOT_SAMPLED))),
-    ):
+    for name in ALIGNED_OR_NULL:
+        _require(rows, name, is_aligned(rows, name), "has another length than response_tokens")
         place = rows.schema.get_field_index(name)
         if columns[place].null_count:
-            columns[place] = _filled(columns[place], lengths, filler)
+            columns[place] = _filled(columns[place], lengths, fillers[name])
+    is_told = np.asarray(rows.column("token_versions").is_valid()) | (num_versions <= 1)
+    _require(rows, "token_versions", is_told, "is null beside several weight_versions")
     return pa.RecordBatch.from_arrays(columns, schema=rows.schema)
+
+
+def is_aligned(rows: pa.RecordBatch, name: str) -> np.ndarray[Any, Any]:
+    """Tell for each row whether a column of `ALIGNED_OR_NULL` is null or as long as the response."""
+    lengths = pc.list_value_length(rows.column(name))
+    as_long = pc.equal(lengths, pc.list_value_length(rows.column("response_tokens")))
+    return np.asarray(pc.or_kleene(as_long, pc.is_null(lengths)))
+
+
+def _require(rows: pa.RecordBatch, name: str, holds: np.ndarray[Any, Any], otherwise: str) -> None:
+    if not holds.all():
+        at = int(np.argmin(holds))
+        unit_id, member = (rows.column(key)[at].as_py() for key in ("unit_id", "member"))
+        raise CorruptPackError(
+            f"{name} of row {at} {otherwise}: what wrote it was wrong; drop its group",
+            unit_id=unit_id,
+            member=member,
+        )
 
 
 def _filled(column: pa.Array, lengths: np.ndarray[Any, Any], filler: np.ndarray[Any, Any]) -> pa.Array:

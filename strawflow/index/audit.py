@@ -59,6 +59,8 @@ def broken_fates(connection: Connection, branch_id: str, consumer: str) -> Answe
                 _units.state == UnitState.COMPLETED,
                 _units.unit_id.not_in(fated),
                 _units.unit_id.not_in(offered),
+                # What is in quarantine is not offered to a consumer made since; `check` tells whether anybody needs it.
+                ~sa.exists().where(t.quarantine.c.extent_id == _units.extent_id),
             ),
         ),
         (
@@ -124,7 +126,7 @@ def broken_batches(connection: Connection, branch_id: str, consumer: str) -> Ans
     answer: Answer = []
     steps = [r.step for r in connection.execute(sa.select(b.step).where(*mine).order_by(b.step))]
     branch = branches.find(connection, branch_id)
-    first = 1 if branch is None or branch.from_step is None else branch.from_step + 1
+    first = 1 if branch is None else branches.start_of(connection, branch, consumer) + 1
     if steps != list(range(first, row.planned + 1)):
         answer.append(
             (f"consumer {consumer}", f"planned is {row.planned}, the stored batches are not {first} to that")

@@ -127,7 +127,7 @@ def _batch(row: Sequence[Any]) -> Batch:
 
 def find(connection: Connection, branch_id: str, consumer: str, step: int) -> Batch | None:
     """Return the batch of a step on the branch's line."""
-    for stretch in branches.lineage(connection, branch_id):
+    for stretch in branches.lineage(connection, branch_id, consumer):
         if stretch.up_to_step is None or step <= stretch.up_to_step:
             rows = _FIND.rows(connection, branch_id=stretch.branch_id, consumer=consumer, step=step)
             if rows:
@@ -151,7 +151,7 @@ def listed(connection: Connection, branch_id: str, consumer: str) -> list[Batch]
     """Return the batches on the branch's line in step order."""
     rows = connection.execute(
         sa.select(*_COLUMNS)
-        .where(branches.seen(connection, t.batches, branch_id), t.batches.c.consumer == consumer)
+        .where(branches.seen(connection, t.batches, branch_id, consumer), t.batches.c.consumer == consumer)
         .order_by(t.batches.c.step)
     )
     return [_batch(row) for row in rows]

@@ -1,11 +1,14 @@
 """Branches: lines of history; unit states, plans, cursors and positions are keyed by them.
 
-A branch sees its own rows and, of its ancestors, those up to the step it started from; what came later there is listed
-and never read.
+1. A branch sees its own rows and, of its ancestors, those up to the step it started from; what came later there is listed
+   and never read.
+2. Every consumer has a step of its own from which it goes on, and so have the weights: tallies of the branch hold them.
+   `from_step` is that of the consumer whose checkpoint the branch was made from.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +18,12 @@ from sqlalchemy.engine import Connection
 from strawflow import clock
 from strawflow.errors import NotFoundError
 from strawflow.index import tables as t
+from strawflow.index import tallies
 from strawflow.index.prepared import Prepared
+
+_FROM = "from/"
+"""Of a tally: with a consumer's name, the step after which that consumer goes on here."""
+_FROM_WEIGHTS = "from_weights"
 
 
 @dataclass(frozen=True)
@@ -24,7 +32,7 @@ class Branch:
     parent_id: str | None
     from_checkpoint_id: str | None
     from_step: int | None
-    """Batches, checkpoints and weights up to this step are the parent's; None for the first branch."""
+    """Step of the checkpoint it was made from; None for the first branch."""
     created_at: str
 
 
@@ -43,7 +51,11 @@ def create(
     parent_id: str | None = None,
     from_checkpoint_id: str | None = None,
     from_step: int | None = None,
+    starts: Mapping[str, int] | None = None,
+    weights_step: int | None = None,
 ) -> None:
+    """Insert a branch; `starts` says after which step each consumer of the parent goes on, `weights_step` whose weights are
+    the newest that it sees of the parent. Without them all go on after `from_step`."""
     connection.execute(
         sa.insert(t.branches).values(
             branch_id=branch_id,
@@ -53,6 +65,28 @@ def create(
             created_at=clock.wall_time(),
         )
     )
+    for consumer, step in sorted((starts or {}).items()):
+        tallies.add(connection, branch_id, _FROM + consumer, step)
+    if weights_step is not None:
+        tallies.add(connection, branch_id, _FROM_WEIGHTS, weights_step)
+
+
+def start_of(connection: Connection, branch: Branch, consumer: str | None) -> int:
+    """Return the last step of the parent that a consumer sees on a branch; without a consumer that of the weights."""
+    if branch.from_step is None:
+        return 0
+    told = tallies.starting_with(connection, branch.branch_id, "from")
+    if consumer is None:
+        return told.get(_FROM_WEIGHTS, branch.from_step)
+    if not any(name.startswith(_FROM) for name in told):
+        return branch.from_step
+    return told.get(_FROM + consumer, 0)
+
+
+def is_start_of_consumer(consumer: sa.Column[str], step: sa.Column[int]) -> sa.ColumnElement[bool]:
+    """Return the condition that a consumer goes on after this step on some branch."""
+    tally = t.tallies.c
+    return sa.exists().where(tally.name == sa.literal(_FROM) + consumer, tally.value == step)
 
 
 _FIND = Prepared(
@@ -71,8 +105,10 @@ def listed(connection: Connection) -> list[Branch]:
     return [Branch(**row._mapping) for row in rows]
 
 
-def lineage(connection: Connection, branch_id: str) -> list[Stretch]:
-    """Return what a branch sees: itself, then each ancestor up to the step where the line left it.
+def lineage(connection: Connection, branch_id: str, consumer: str | None = None) -> list[Stretch]:
+    """Return what a consumer sees of a branch: itself, then each ancestor up to the step where the line left it.
+
+    Without a consumer the steps are those of the weights.
 
     Raises:
         NotFoundError: no such branch.
@@ -86,13 +122,16 @@ def lineage(connection: Connection, branch_id: str) -> list[Stretch]:
             raise NotFoundError(f"there is no branch {at!r}")
         stretches.append(Stretch(at, bound))
         if branch.from_step is not None:
-            bound = branch.from_step if bound is None else min(bound, branch.from_step)
+            start = start_of(connection, branch, consumer)
+            bound = start if bound is None else min(bound, start)
         at = branch.parent_id
     return stretches
 
 
-def seen(connection: Connection, table: sa.Table, branch_id: str) -> sa.ColumnElement[bool]:
-    """Return the condition that a row with `branch_id` and `step` lies on a branch's line.
+def seen(
+    connection: Connection, table: sa.Table, branch_id: str, consumer: str | None = None
+) -> sa.ColumnElement[bool]:
+    """Return the condition that a row with `branch_id` and `step` lies on a branch's line, as a consumer sees it.
 
     Raises:
         NotFoundError: no such branch.
@@ -103,6 +142,6 @@ def seen(connection: Connection, table: sa.Table, branch_id: str) -> sa.ColumnEl
             c.branch_id == s.branch_id
             if s.up_to_step is None
             else sa.and_(c.branch_id == s.branch_id, c.step <= s.up_to_step)
-            for s in lineage(connection, branch_id)
+            for s in lineage(connection, branch_id, consumer)
         )
     )

@@ -43,7 +43,7 @@ def newest(connection: Connection, branch_id: str, consumer: str) -> Checkpoint 
     row = connection.execute(
         sa.select(t.checkpoints)
         .where(
-            branches.seen(connection, t.checkpoints, branch_id),
+            branches.seen(connection, t.checkpoints, branch_id, consumer),
             t.checkpoints.c.consumer == consumer,
             t.checkpoints.c.files_removed.is_(False),
         )
@@ -84,7 +84,10 @@ def listed(connection: Connection, branch_id: str, consumer: str) -> list[Checkp
     """Return the checkpoints on the branch's line in step order."""
     rows = connection.execute(
         sa.select(t.checkpoints)
-        .where(branches.seen(connection, t.checkpoints, branch_id), t.checkpoints.c.consumer == consumer)
+        .where(
+            branches.seen(connection, t.checkpoints, branch_id, consumer),
+            t.checkpoints.c.consumer == consumer,
+        )
         .order_by(t.checkpoints.c.step)
     )
     return [Checkpoint(**row._mapping) for row in rows]
@@ -110,7 +113,7 @@ def steps_recorded(connection: Connection, branch_id: str, consumer: str) -> lis
     """Return one record per step, of the newest trainer session that applied it, in step order."""
     rows = connection.execute(
         sa.select(t.steps)
-        .where(branches.seen(connection, t.steps, branch_id), t.steps.c.consumer == consumer)
+        .where(branches.seen(connection, t.steps, branch_id, consumer), t.steps.c.consumer == consumer)
         .order_by(t.steps.c.step, t.steps.c.fence)
     )
     newest_of: dict[int, dict[str, Any]] = {}

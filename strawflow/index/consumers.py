@@ -5,6 +5,8 @@
 3. `position` is the last step a checkpoint (or an advance) covers, `planned` the last with a stored batch;
    position <= planned.
 4. A completed unit is put before every consumer of its branch that wants its purpose; consumers do not see each other.
+5. Offers are locked in the order of their key, whoever takes them: two consumers over the same units wait for each other,
+   and never in a circle.
 """
 
 from __future__ import annotations
@@ -68,6 +70,7 @@ def ensure(
 ) -> bool:
     """Create a consumer unless it exists; it is offered every completed unit of its purposes. True if it was created.
 
+    Units whose trajectories are in quarantine are left out: it could not read them (`offer_after_all`).
     With a `position` it goes on after that step, as a branch does; then nothing is offered yet.
     """
     made = connection.execute(
@@ -165,7 +168,17 @@ _OFFER_ALL = Prepared(
     "INSERT INTO offers (branch_id, consumer, purpose, version_step, unit_id) "
     "SELECT units.branch_id, consumers.consumer, units.purpose, units.version_step, units.unit_id "
     f"FROM units JOIN consumers ON consumers.branch_id = units.branch_id AND {_WANTS} "
-    "WHERE units.branch_id = :branch_id AND consumers.consumer = :consumer AND units.state = 'completed'"
+    "WHERE units.branch_id = :branch_id AND consumers.consumer = :consumer AND units.state = 'completed' "
+    "AND NOT EXISTS (SELECT 1 FROM quarantine WHERE quarantine.extent_id = units.extent_id)"
+)
+_OFFER_AFTER_ALL = Prepared(
+    "INSERT INTO offers (branch_id, consumer, purpose, version_step, unit_id) "
+    "SELECT units.branch_id, consumers.consumer, units.purpose, units.version_step, units.unit_id "
+    "FROM {each} JOIN units ON units.extent_id = CAST(r.value AS BIGINT) "
+    f"JOIN consumers ON consumers.branch_id = units.branch_id AND {_WANTS} WHERE units.state = 'completed' "
+    "AND NOT EXISTS (SELECT 1 FROM offers AS o WHERE o.unit_id = units.unit_id AND o.consumer = consumers.consumer) "
+    "AND NOT EXISTS (SELECT 1 FROM assignments AS a WHERE a.unit_id = units.unit_id "
+    "AND a.consumer = consumers.consumer)"
 )
 _WAITING = Prepared(
     "SELECT count(*) FROM (SELECT 1 AS one FROM offers WHERE branch_id = :branch_id AND consumer = :consumer "
@@ -180,12 +193,17 @@ _HOLD = Prepared(
 
 def hold(transaction: Transaction, branch_id: str, consumer: str) -> None:
     """Keep others from holding this consumer's row until the transaction ends."""
-    _HOLD.rows(transaction, branch_id=branch_id, consumer=consumer)
+    _HOLD.hold(transaction, branch_id=branch_id, consumer=consumer)
 
 
 def offer(transaction: Transaction, unit_ids: Iterable[int]) -> None:
     """Put completed units before every consumer of their branch that wants their purpose."""
     _OFFER.count(transaction, rows=rows_value(unit_ids))
+
+
+def offer_after_all(transaction: Transaction, extent_ids: Iterable[int]) -> int:
+    """Put completed units of extents that left quarantine before the consumers that were made meanwhile; returns how many."""
+    return _OFFER_AFTER_ALL.count(transaction, rows=rows_value(extent_ids))
 
 
 def num_waiting(
@@ -198,6 +216,11 @@ def num_waiting(
     return int(rows[0][0])
 
 
+_HOLD_OFFERS = Prepared(
+    "SELECT 1 FROM {each} JOIN offers ON offers.unit_id = CAST(r.value AS BIGINT) "
+    "WHERE offers.branch_id = :branch_id AND offers.consumer = :consumer "
+    "ORDER BY offers.purpose, offers.version_step, offers.unit_id {lock}"
+)
 _WITHDRAW = Prepared(
     "DELETE FROM offers WHERE branch_id = :branch_id AND consumer = :consumer "
     "AND unit_id IN (SELECT CAST(r.value AS BIGINT) FROM {each})"
@@ -210,8 +233,13 @@ _OFFERED_UNITS = Prepared(
 
 
 def withdraw(transaction: Transaction, branch_id: str, consumer: str, unit_ids: Iterable[int]) -> int:
-    """Take offers back; returns how many there were."""
-    return _WITHDRAW.count(transaction, branch_id=branch_id, consumer=consumer, rows=rows_value(unit_ids))
+    """Take offers back; returns how many there were.
+
+    They are locked in the order of their key first, as `hold_unfated` does: a DELETE alone meets them in an order of its own.
+    """
+    values = {"branch_id": branch_id, "consumer": consumer, "rows": rows_value(unit_ids)}
+    _HOLD_OFFERS.hold(transaction, **values)
+    return _WITHDRAW.count(transaction, **values)
 
 
 def offered(
@@ -300,7 +328,8 @@ def failed_unassigned(connection: Connection, branch_id: str, consumer: str, *, 
         t.units.c.purpose == purpose,
         ~known,
     )
-    return [to_unit(row) for row in connection.execute(lock_rows(statement, connection, of=t.units))]
+    in_order = statement.order_by(t.units.c.unit_id)  # two consumers lock the same units
+    return [to_unit(row) for row in connection.execute(lock_rows(in_order, connection, of=t.units))]
 
 
 def count_outcomes(
@@ -450,7 +479,7 @@ def hold_unfated(connection: Connection, branch_id: str, unit_ids: Collection[in
 
 
 def withdraw_from_all(connection: Connection, branch_id: str, unit_ids: Collection[int]) -> None:
-    """Take units back from every consumer that they are offered to."""
+    """Take units that `hold_unfated` holds back from every consumer that they are offered to."""
     o = t.offers.c
     connection.execute(sa.delete(t.offers).where(o.branch_id == branch_id, o.unit_id.in_(sorted(unit_ids))))
 

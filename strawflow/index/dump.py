@@ -68,7 +68,8 @@ def snapshot(index: Index) -> Iterator[Connection]:
     """
     with index.read() as connection:
         if connection.dialect.name == "postgresql":
-            connection.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)
+            # By a statement: the view is open already, and options are set before that.
+            connection.execute(sa.text("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY"))
             # Before the view is taken: a TRUNCATE in between would show as empty tables in it.
             connection.execute(sa.text(f"LOCK TABLE {_all_tables(connection)} IN ACCESS SHARE MODE"))
         # SQLite: one transaction is one snapshot of the WAL, from its first SELECT on.

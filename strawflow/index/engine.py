@@ -152,14 +152,16 @@ class Index:
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
-        """Open a read-only view.
+        """Open a read-only view: on SQLite all its statements see one snapshot, on PostgreSQL each its own.
 
         Raises:
             StorageError: the database could not be reached or ended the connection.
         """
         self.require_own_process()
         with self._told_as_storage_error(), self._engine.connect() as connection:
-            yield connection.execution_options(reading=True)
+            connection.execution_options(reading=True)
+            connection.begin()  # a prepared statement that comes first would run before SQLAlchemy begins by itself
+            yield connection
 
     @contextmanager
     def _told_as_storage_error(self) -> Iterator[None]:

@@ -203,8 +203,9 @@ def find_extents(transaction: Transaction, extent_ids: Iterable[int]) -> dict[in
 
 def _quarantined(extent: Extent, reason: str) -> CorruptPackError:
     # A batch is what a trainer replays: without it there is no way on from the checkpoint before.
-    branch = " or branch from a checkpoint (`strawflow resume --from ... --branch ...`)" * (
-        extent.kind in ("batch", "plan")
+    branch = (
+        " or branch from a checkpoint (`strawflow branch create`, or `strawflow resume --from ... --branch ...`)"
+        * (extent.kind in ("batch", "plan"))
     )
     return CorruptPackError(
         f"{extent.path}: the extent at byte {extent.offset} is in quarantine: {reason}; restore the file from a copy and run "

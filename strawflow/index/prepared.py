@@ -78,6 +78,11 @@ class Prepared:
         """
         return list(self._run(transaction, values).fetchall())
 
+    def hold(self, transaction: Transaction, **values: Any) -> None:
+        """Run it for the locks it takes and nothing else; SQLite holds the whole file already and is not asked."""
+        if WORDS[transaction.dialect.name]["lock"]:
+            self._run(transaction, values)
+
     def count(self, transaction: Transaction, **values: Any) -> int:
         """Run it and return how many rows it changed."""
         return int(self._run(transaction, values).rowcount)

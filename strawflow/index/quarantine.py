@@ -23,6 +23,9 @@ from strawflow.index.pins import PinKind
 from strawflow.index.prepared import Prepared, rows_value
 from strawflow.states import BatchState, UnitState
 
+EVAL = "eval"
+"""Purpose of units that no consumer is given."""
+
 _CHUNK = 500
 
 
@@ -88,6 +91,13 @@ class HeldUnit:
     """Consumers it waits for."""
     can_be_served: bool
     """Whether the weights it is bound to, if any, can serve it again."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether somebody still has to read what lies there: a consumer it waits for, or whoever goes on with it."""
+        if self.state is UnitState.COMPLETED:
+            return bool(self.offered_to) or (not self.fates and self.purpose != EVAL)
+        return self.state in (UnitState.READY, UnitState.LEASED)
 
 
 @dataclass(frozen=True)
@@ -224,11 +234,7 @@ def was_applied(connection: Connection, branch_id: str, consumer: str, *, step: 
 def needed_among(connection: Connection, extent_ids: Sequence[int]) -> set[int]:
     """Return those of the extents that something still has to read: prompts, open units, batches not trained."""
     needed = {held.extent_id for held in held_prompts(connection, extent_ids)}
-    needed |= {
-        held.extent_id
-        for held in held_units(connection, extent_ids)
-        if held.offered_to or held.state in (UnitState.READY, UnitState.LEASED)
-    }
+    needed |= {held.extent_id for held in held_units(connection, extent_ids) if held.is_open}
     needed |= {
         held.extent_id for held in held_batches(connection, extent_ids) if held.state is BatchState.PLANNED
     }

@@ -7,7 +7,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from strawflow import clock
+from strawflow.errors import CorruptPackError
 from strawflow.ids import Extent
 from strawflow.index import meta, retired
 from strawflow.index import tables as t
@@ -35,6 +37,22 @@ _CHUNK = 500
 class KnownPack:
     pack_id: int
     state: PackState
+
+
+@contextmanager
+def contradictions_told() -> Iterator[None]:
+    """Tell rows that the tables refuse as damage of what they came from; the caller's transaction is lost.
+
+    Raises:
+        CorruptPackError: in place of the database's own error.
+    """
+    try:
+        yield
+    except sa.exc.IntegrityError as error:
+        raise CorruptPackError(
+            f"what packs, journal and backup tell cannot all be true, the index refuses it ({error.orig}); nothing was "
+            "changed, use another backup"
+        ) from error
 
 
 # ---- packs and extents
@@ -153,6 +171,13 @@ def drop_unreferred_results(connection: Connection, *, after: int) -> None:
 def datasets_of(connection: Connection) -> list[str]:
     return list(
         connection.execute(sa.select(t.datasets.c.dataset_id).order_by(t.datasets.c.dataset_id)).scalars()
+    )
+
+
+def date_branch(connection: Connection, branch_id: str, created_at: str) -> None:
+    """Say when a branch was made."""
+    connection.execute(
+        sa.update(t.branches).where(t.branches.c.branch_id == branch_id).values(created_at=created_at)
     )
 
 

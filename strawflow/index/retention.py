@@ -19,7 +19,7 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from strawflow.errors import StorageError
-from strawflow.index import dump, retired
+from strawflow.index import branches, dump, retired
 from strawflow.index import tables as t
 from strawflow.index.checkpoints import Checkpoint
 from strawflow.index.consumers import Consumer
@@ -45,7 +45,7 @@ class KeptCheckpoint:
 def checkpoints_with_files(connection: Connection) -> list[KeptCheckpoint]:
     """Return every checkpoint whose files are kept, of all branches and consumers, by step."""
     c = t.checkpoints
-    starts = sa.exists().where(t.branches.c.from_checkpoint_id == c.c.checkpoint_id)
+    starts = _starts_branch()
     rows = connection.execute(
         sa.select(c, is_pinned(PinKind.CHECKPOINT).label("is_pinned"), starts.label("starts"))
         .where(c.c.files_removed.is_(False))
@@ -58,6 +58,13 @@ def checkpoints_with_files(connection: Connection) -> list[KeptCheckpoint]:
         )
         for r in rows
     ]
+
+
+def _starts_branch() -> sa.ColumnElement[bool]:
+    """Return the condition that a branch was made from a checkpoint, or that its consumer went on from it there."""
+    c = t.checkpoints.c
+    made_from = sa.exists().where(t.branches.c.from_checkpoint_id == c.checkpoint_id)
+    return sa.or_(made_from, branches.is_start_of_consumer(c.consumer, c.step))
 
 
 def mark_checkpoint_removed(connection: Connection, checkpoint_id: str) -> bool:
@@ -80,7 +87,7 @@ def mark_checkpoint_removed(connection: Connection, checkpoint_id: str) -> bool:
             c.c.files_removed.is_(False),
             has_newer,
             ~is_pinned(PinKind.CHECKPOINT),
-            ~sa.exists().where(t.branches.c.from_checkpoint_id == c.c.checkpoint_id),
+            ~_starts_branch(),
         )
         .values(files_removed=True)
     )

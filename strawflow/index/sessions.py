@@ -74,6 +74,14 @@ def renew(connection: Connection, session_id: str, *, ttl_s: float) -> None:
 _STATE = Prepared("SELECT state FROM sessions WHERE session_id = :session_id {share}")
 
 
+_HOLD = Prepared("SELECT state FROM sessions WHERE session_id = :session_id {lock}")
+
+
+def hold(transaction: Transaction, session_id: str) -> None:
+    """Wait until no other transaction holds or shares the session's row, and keep it so until this one ends."""
+    _HOLD.rows(transaction, session_id=session_id)
+
+
 def require_live(transaction: Transaction, session_id: str) -> None:
     """Raise LeaseLostError unless the session is live; holds its row so that it cannot be lost meanwhile."""
     rows = _STATE.rows(transaction, session_id=session_id)

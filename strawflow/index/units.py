@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,12 +143,23 @@ class Carried:
     keeps: bool
 
 
+BEFORE_BRANCH = "before-branch"
+"""Why a consumer does not read a unit that a branch took up with its result: it had read it by where it went on."""
+
+
 def to_carry(
-    connection: Connection, branch_id: str, consumer: str, *, last_unit_id: int, step: int, reuse: bool
+    connection: Connection,
+    branch_id: str,
+    consumer: str,
+    *,
+    last_unit_id: int,
+    step: int,
+    reuse_up_to: int | None,
 ) -> list[Carried]:
     """Return the units up to `last_unit_id` that had no fate when `step` was planned, for another branch to take up.
 
-    With `reuse` those completed from weights of at most `step` keep their result. Units of evaluation are left out.
+    Those completed from weights of at most `reuse_up_to` keep their result, and those that this branch itself took up for
+    some of its consumers alone: others have read it. Units of evaluation are left out.
     """
     u, a, s = t.units.c, t.assignments.c, t.segments.c
     settled = sa.exists().where(
@@ -158,8 +169,11 @@ def to_carry(
         a.unit_id == u.unit_id,
         a.at_step <= step,
     )
+    is_read = sa.exists().where(
+        a.branch_id == branch_id, a.epoch == u.epoch, a.unit_id == u.unit_id, a.reason == BEFORE_BRANCH
+    )
     rows = connection.execute(
-        sa.select(*COLUMNS, u.precedence, s.dataset_id)
+        sa.select(*COLUMNS, u.precedence, s.dataset_id, is_read.label("is_read"))
         .join(t.segments, s.segment_id == u.segment_id)
         .where(u.branch_id == branch_id, u.unit_id <= last_unit_id, u.purpose != "eval", ~settled)
         .order_by(u.unit_id)
@@ -167,15 +181,25 @@ def to_carry(
     found = []
     for row in rows:
         unit = to_unit(row[: len(COLUMN_NAMES)])
-        keeps = reuse and unit.state is UnitState.COMPLETED and (unit.version_step or 0) <= step
+        is_reused = reuse_up_to is not None and (unit.version_step or 0) <= reuse_up_to
+        keeps = unit.state is UnitState.COMPLETED and (is_reused or bool(row.is_read))
         found.append(Carried(unit, row.dataset_id, row.precedence, keeps))
     return found
 
 
 def carry_over(
-    connection: Connection, carried: Sequence[Carried], *, to_branch: str, consumer: str, first_id: int
+    connection: Connection,
+    carried: Sequence[Carried],
+    *,
+    to_branch: str,
+    first_id: int,
+    seen: Mapping[str, tuple[int, Sequence[int]]],
 ) -> None:
-    """Admit units again, on another branch, numbered from `first_id`; those that keep their result are offered."""
+    """Admit units again, on another branch whose consumers are there, numbered from `first_id`.
+
+    Those that keep their result are offered to every consumer that wants them, except where `seen` names their place: it
+    holds each consumer's position and what that one has read by then.
+    """
     if not carried:
         return
     connection.execute(
@@ -192,7 +216,22 @@ def carry_over(
             for number, c in enumerate(carried)
         ],
     )
-    _OFFER_CARRIED.count(connection, branch_id=to_branch, consumer=consumer)
+    fates = [
+        {
+            "unit_id": first_id + place,
+            "branch_id": to_branch,
+            "consumer": consumer,
+            "epoch": carried[place].unit.epoch,
+            "outcome": "dropped",
+            "reason": BEFORE_BRANCH,
+            "at_step": position,
+        }
+        for consumer, (position, places) in seen.items()
+        for place in places
+    ]
+    if fates:
+        connection.execute(sa.insert(t.assignments), fates)
+    _OFFER_CARRIED.count(connection, branch_id=to_branch)
 
 
 def taken_over(connection: Connection, branch_id: str) -> dict[tuple[int, int], int]:
@@ -218,8 +257,12 @@ _ADMITTED = ("purpose", "profile", "segment_id", "epoch", "position")
 _RESULT = ("extent_id", "row_start", "row_count", "version_step", "mean_reward", "num_tokens")
 _OFFER_CARRIED = Prepared(
     "INSERT INTO offers (branch_id, consumer, purpose, version_step, unit_id) "
-    "SELECT branch_id, :consumer, purpose, version_step, unit_id FROM units "
-    "WHERE branch_id = :branch_id AND state = 'completed'"
+    "SELECT units.branch_id, consumers.consumer, units.purpose, units.version_step, units.unit_id "
+    "FROM units JOIN consumers ON consumers.branch_id = units.branch_id "
+    "AND ',' || consumers.purposes || ',' LIKE '%,' || units.purpose || ',%' "
+    "WHERE units.branch_id = :branch_id AND units.state = 'completed' AND NOT EXISTS (SELECT 1 FROM assignments "
+    "WHERE assignments.unit_id = units.unit_id AND assignments.branch_id = units.branch_id "
+    "AND assignments.consumer = consumers.consumer AND assignments.epoch = units.epoch)"
 )
 
 

@@ -1,7 +1,7 @@
 """Reading a pack file without an index: which messages lie in it, and which of them are whole.
 
-1. A sealed pack's messages are those its footer lists; without a footer they are followed from the head, each to the next,
-   until one is not there whole.
+1. A sealed pack's messages are those its footer lists; without a footer that lists all of them they are followed from the
+   head, each to the next. Where one cannot be followed the next whole one is looked for behind it.
 2. Nothing here vouches for values: without an index only the form of a message can be checked. Checksums are computed for
    whoever has others to compare them with.
 3. One message is in memory at a time; the file is only read.
@@ -29,6 +29,11 @@ FOLDER = "packs"
 _CONTINUATION = 0xFFFFFFFF
 _MAX_METADATA_BYTES = 64 * 1024 * 1024
 _TAIL = b"ARROW1"
+_MARK = b"\xff" * 4
+_SEARCH_BYTES = 4 * 1024 * 1024
+_CUT_OFF = "is cut off"
+_END_BYTES = 16
+"""At most so many lie between the last message and the footer: the mark at the end, and what aligns it."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,8 @@ class DamagedMessage:
     length: int
     """0: not known, the rest of the file cannot be followed."""
     reason: str
+    is_torn: bool = False
+    """Whether it is what a kill amid an append leaves: a beginning, and nothing behind it."""
 
 
 @dataclass
@@ -94,18 +101,49 @@ class PackScan:
         offset = self._start
         while offset < self.size:
             length, reason = self._follow(file, offset)
-            if length == 0:
-                if reason:
-                    self.damaged.append(DamagedMessage(self.path, offset, 0, reason))
+            if length and (self._leads_on(file, offset + length) or self._is_whole(file, offset)):
+                yield offset, length
+                offset += length
+                continue
+            behind = self._next_whole(file, offset + 8)
+            if reason or behind is not None:
+                is_torn = behind is None and self._is_torn(file, offset, reason)
+                self.damaged.append(DamagedMessage(self.path, offset, 0, reason or "is no message", is_torn))
+            if behind is None:
                 return
-            yield offset, length
-            offset += length
+            offset = behind
+
+    def _leads_on(self, file: Input, offset: int) -> bool:
+        """Tell whether a message begins here, or the file ends: else the length that led here may be the damage."""
+        return _MARK.startswith(bytes(file.read(offset, len(_MARK)))) if offset < self.size else True
+
+    def _next_whole(self, file: Input, offset: int) -> int | None:
+        """Return where the next whole message begins; None when nothing behind `offset` is one."""
+        for start in range(offset, self.size, _SEARCH_BYTES):
+            piece = bytes(file.read(start, min(_SEARCH_BYTES, self.size - start)))
+            at = piece.find(_MARK)
+            while at >= 0:
+                if at % 8 == 0 and self._is_whole(file, start + at):
+                    return start + at
+                at = piece.find(_MARK, at + 1)
+        return None
+
+    def _is_whole(self, file: Input, offset: int) -> bool:
+        length, _ = self._follow(file, offset)
+        try:
+            return length > 0 and self._read(file, offset, length)[0].num_rows > 0
+        except CorruptPackError:
+            return False
+
+    def _is_torn(self, file: Input, offset: int, reason: str) -> bool:
+        # After a power loss blocks that were never written read as zeros.
+        return reason == _CUT_OFF or not bytes(file.read(offset, self.size - offset)).strip(b"\0")
 
     def _follow(self, file: Input, offset: int) -> tuple[int, str]:
         """Return the length of the message here, or 0 and why it cannot be told (nothing: it is the end)."""
         head = bytes(file.read(offset, 8))
         if len(head) < 8:
-            return 0, "is cut off"
+            return 0, _CUT_OFF
         continuation, size = struct.unpack("<Ii", head)
         if continuation == _CONTINUATION and size == 0:
             return 0, ""  # the end of the messages; a footer may follow, whole or torn
@@ -119,7 +157,7 @@ class PackScan:
             return 0, "is cut off or damaged in its head"
         length = 8 + size + body_length
         if body_length < 0 or offset + length > self.size:
-            return 0, "is cut off"
+            return 0, _CUT_OFF
         return length, ""
 
     def _read(self, file: Input, offset: int, length: int) -> tuple[Extent, pa.RecordBatch]:
@@ -167,7 +205,7 @@ def open_scan(place: Place, path: str) -> PackScan:
         file = place.open(path)
         start = len(MAGIC) + schema_length(file.read(0, 16), nowhere)
         check_head(file.read(len(MAGIC), start - len(MAGIC)), nowhere)
-        blocks = _footer_blocks(file, path)
+        blocks = _footer_blocks(file, start)
     except (CorruptPackError, IncompatibleFormatError):
         raise
     except OSError as error:
@@ -177,8 +215,15 @@ def open_scan(place: Place, path: str) -> PackScan:
     )
 
 
-def _footer_blocks(file: Input, path: str) -> list[tuple[int, int]] | None:
-    """Return (offset, length) of the messages that the footer lists; None without a whole footer."""
+def is_torn_head(place: Place, path: str) -> bool:
+    """Tell whether a pack is no more than the beginning of a head: its writer was killed before anything lay in it."""
+    head = MAGIC + bytes(schema_of(kind_of(path)).serialize())
+    file = place.open(path)
+    return file.size < len(head) and head.startswith(bytes(file.read(0, file.size)).rstrip(b"\0"))
+
+
+def _footer_blocks(file: Input, start: int) -> list[tuple[int, int]] | None:
+    """Return (offset, length) of the messages that the footer lists; None without one that lists all from `start` on."""
     tail = bytes(file.read(max(0, file.size - 10), 10))
     if not tail.endswith(_TAIL) or len(tail) < 10:
         return None
@@ -190,18 +235,20 @@ def _footer_blocks(file: Input, path: str) -> list[tuple[int, int]] | None:
     try:
         vector = _field(footer, _table(footer), 3)
         if vector is None:
-            return []
+            return [] if begin - start <= _END_BYTES else None
         vector += int(struct.unpack_from("<I", footer, vector)[0])
         count = int(struct.unpack_from("<I", footer, vector)[0])
         blocks = [struct.unpack_from("<qi4xq", footer, vector + 4 + 24 * at) for at in range(count)]
     except struct.error:
         return None
-    if any(
-        min(offset - len(MAGIC), head - 1, body, begin - offset - head - body) < 0
-        for offset, head, body in blocks
-    ):
-        return None
-    return [(offset, head + body) for offset, head, body in blocks]
+    end = start
+    for offset, head, body in blocks:
+        if offset != end or head <= 0 or body < 0:
+            return None
+        end = offset + head + body
+    return (
+        [(offset, head + body) for offset, head, body in blocks] if 0 <= begin - end <= _END_BYTES else None
+    )
 
 
 def _table(buffer: bytes) -> int:

@@ -30,7 +30,7 @@ from hypothesis.stateful import (
 )
 
 from strawflow.consumer import Consumer
-from strawflow.errors import ConflictError, LeaseLostError, StorageError
+from strawflow.errors import ConflictError, LeaseLostError, StorageError, StrawflowError
 from strawflow.flow import rescue
 from strawflow.flow.check import check
 from strawflow.flow.claim import Grant
@@ -329,22 +329,19 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(CONSUMERS), state=st.sampled_from("ab"))
     def checkpoint(self, name: str, state: str) -> None:
-        """One a step for each consumer: again it is the same one, from another session it is refused."""
+        """One a step for each consumer: nobody may write it again; the session that committed it gets its id again."""
         model, consumer = self.consumers[name], self.open_consumers[name]
         step = model.handed_out
         if step == 0:
             return
         known = model.checkpoints.get(step)
-        if known is not None and known.session_id == consumer.session_id:
-            assert consumer.commit_checkpoint() == known.checkpoint_id
+        if known is not None:
+            self._refused(consumer.checkpoint_folder, ConflictError)  # before anything can be written there
+            if known.session_id == consumer.session_id:
+                assert consumer.commit_checkpoint() == known.checkpoint_id
             return
         (consumer.checkpoint_folder() / "state").write_text(state)
-        try:
-            made = consumer.commit_checkpoint()
-        except ConflictError:
-            assert known is not None
-            return
-        assert known is None
+        made = consumer.commit_checkpoint()
         model.checkpoints[step] = ModelCheckpoint(state, consumer.session_id, made)
         model.position = step
 
@@ -458,12 +455,15 @@ class StoreMachine(RuleBasedStateMachine):
         by_unit = {known.remembered[at].unit_id: known.remembered[at] for at in drawn}
         return list(by_unit.values())
 
-    def _refused(self, call: Any) -> None:
+    def _refused(self, call: Any, *errors: type[StrawflowError]) -> None:
+        """Check that a call is refused; without `errors`, since its session is gone."""
+        gone = (LeaseLostError, StorageError)  # lost: refused by the index; closed: by its own pack store
+        expected = errors or gone
         try:
             call()
-        except (LeaseLostError, StorageError):  # lost: refused by the index; closed: by its own pack store
+        except expected:
             return
-        raise AssertionError("a session that is gone was not refused")
+        raise AssertionError("what must be refused was not")
 
 
 def _members(grant: Grant, *, status: str = "finished") -> list[Member]:

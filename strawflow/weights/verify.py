@@ -116,7 +116,7 @@ def verify_checkpoint(path: Path) -> dict[str, Any]:
         found_format = manifest["format"]
     except FileNotFoundError as error:
         raise CorruptCheckpointError(
-            f"{manifest_path}: is missing; the checkpoint is not complete"
+            f"{manifest_path}: is missing, so the checkpoint is not complete; restore the folder from a copy"
         ) from error
     except (ValueError, KeyError, TypeError) as error:
         raise CorruptCheckpointError(

@@ -25,7 +25,17 @@ def instants() -> Iterator[Instants]:
 
 UPKEEP = frozenset(
     f"test_{name}.py"
-    for name in ("backup", "compaction", "journal", "quarantine", "rebuild", "restore", "retention", "sweep")
+    for name in (
+        "backup",
+        "compaction",
+        "damaged_sources",
+        "journal",
+        "quarantine",
+        "rebuild",
+        "restore",
+        "retention",
+        "sweep",
+    )
 )
 """What runs once in a while, on whole runs: its tests take seconds each."""
 

@@ -139,13 +139,37 @@ def test_what_one_consumer_committed_is_not_told_to_another_as_its_own(small: Sm
         assert consumers.find(connection, "main", "mine").position == 1
 
 
-def test_a_step_that_an_earlier_session_committed_is_not_committed_again(small: SmallRun) -> None:
+def folders(small: SmallRun) -> list[str]:
+    return sorted(p.name for p in (small.run.root / "checkpoints").iterdir())
+
+
+def test_a_step_that_has_its_checkpoint_is_not_written_again(small: SmallRun) -> None:
+    small.sample()
+    with Store(small.run).consumer("mine") as mine:
+        assert mine.next_batch(1) is not None
+        (mine.checkpoint_folder() / "state").write_text("first")
+        made = mine.commit_checkpoint()
+        with pytest.raises(ConflictError, match=f"{made} already"):
+            mine.checkpoint_folder()
+        assert mine.commit_checkpoint() == made
+    with Store(small.run).consumer("mine") as mine:
+        with pytest.raises(ConflictError, match=f"{made} already"):
+            mine.checkpoint_folder(1)
+        assert folders(small) == [made]
+    assert_each_has_its_own(small, {"mine": "first"})
+
+
+def test_files_of_a_step_that_an_earlier_session_committed_are_not_committed(small: SmallRun) -> None:
     (made,) = committed_of(small, {"mine": "first"}).values()
     with Store(small.run).consumer("mine") as mine:
-        (mine.checkpoint_folder(1) / "state").write_text("second")
+        # As one wrote them that was handed the folder before the other's commit.
+        folder = small.run.root / "checkpoints" / checkpoint_id("main", "mine", fence=2, step=1)
+        folder.mkdir()
+        (folder / "state").write_text("second")
         with pytest.raises(ConflictError, match="earlier session"):
             mine.commit_checkpoint(1)
-    assert [c.checkpoint_id for c in history.checkpoints(replace(small.run, consumer="mine"))] == [made]
+        assert folders(small) == sorted([made, folder.name])
+    assert_each_has_its_own(small, {"mine": "first"})
 
 
 # ---- names
@@ -272,9 +296,9 @@ def test_a_branch_that_finds_its_checkpoint_given_up_meanwhile_is_not_made(small
     small.advance(2)
     end_sessions(small)
     (first, _) = history.checkpoints(small.run)
-    words = [sys.executable, "-m", "strawflow.cli.main", "resume", small.run.root, "--from", "1"]
+    words = [sys.executable, "-m", "strawflow.cli.main", "branch", "create", small.run.root, "--from", "1"]
     starting = subprocess.Popen(
-        [*map(str, words), "--branch", "second"],
+        [*map(str, words), "second"],
         cwd=REPOSITORY,
         env={**os.environ, faults.VARIABLE: "journal.after_entry:1:stop"},
         stderr=subprocess.PIPE,

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import random
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
 
 from strawflow.consumer import Batch, Consumer
-from strawflow.errors import ConflictError
+from strawflow.errors import ConflictError, InvalidInputError
 from strawflow.flow import assemble, consume, rebuild
 from strawflow.flow.check import check
 from strawflow.flow.run import open_run
 from strawflow.index import consumers, tallies, weights
 from strawflow.index import tables as t
 from strawflow.index.consumers import Assignment
+from strawflow.index.engine import Connection
 from strawflow.states import WeightState
 from strawflow.store import Store
 from strawflow.testing.postgres import PostgresServer
@@ -58,6 +61,17 @@ def offered(small: SmallRun, consumer: str) -> list[int]:
     with small.run.index.read() as connection:
         found = consumers.offered(connection, small.run.branch, consumer, purpose="train", limit=100)
     return [u.unit_id for u in found]
+
+
+def test_packed_batches_are_told_for_every_token_as_they_are(small: SmallRun) -> None:
+    small.sample()
+    assert small.plan() is not None
+    end_sessions(small)
+    with Store(small.run).consumer("trainer") as trainer:
+        batch = next_of(trainer)
+        assert batch.rows["loss_mask"].null_count == 0
+        with pytest.raises(InvalidInputError, match="take its `rows`"):
+            batch.with_every_token()
 
 
 # ---- sending back
@@ -117,6 +131,8 @@ def test_a_batch_or_a_drop_of_a_unit_that_was_sent_back_is_refused(small: SmallR
         assemble.plan_batch(session, role, made_up_plan(1, groups, rows))
     with pytest.raises(ConflictError, match="sent back"):
         assemble.drop(session, role, [Assignment(0, groups[-1].unit_id, "dropped", "failed_members")])
+    with pytest.raises(ConflictError, match="sent back"):
+        requeue(small, groups[-1].unit_id)
     assert fates(small, groups[-1].unit_id) == {}
     assert assemble.last_planned(session) == 0
 
@@ -135,7 +151,7 @@ def test_of_a_requeue_and_another_consumers_fate_the_second_waits_on_postgresql(
             if first == "requeue":
                 assert consumers.hold_unfated(connection, "main", [1]) == {1: None}
                 consumers.withdraw_from_all(connection, "main", [1])
-                second = pool.submit(lambda: export.next_batch(1) and None)
+                second = pool.submit(export.next_batch, 1)
             else:
                 assert consumers.withdraw(connection, "main", "export", [1]) == 1
                 dropped = [Assignment(0, 1, "dropped", "no use")]
@@ -144,12 +160,59 @@ def test_of_a_requeue_and_another_consumers_fate_the_second_waits_on_postgresql(
             await_blocked(postgres_server, small.run)
             assert not second.done()
         if first == "requeue":
-            with pytest.raises(ConflictError, match="sent back"):
-                second.result(timeout=30)
+            assert second.result(timeout=30) is None
             assert fates(small, 1) == {}
+            assert offered(small, "export") == []
         else:
             second.result(timeout=30)
             assert fates(small, 1) == {"export": ("dropped", "no use"), "trainer": ("dropped", "stale")}
+
+
+class Undone(Exception):
+    """Rolls a transaction back."""
+
+
+@pytest.mark.parametrize("seconds", [2, pytest.param(15, marks=pytest.mark.long)])
+def test_consumers_that_take_and_send_back_the_same_units_never_deadlock_on_postgresql(
+    tmp_path: Path, postgres_server: PostgresServer, seconds: int
+) -> None:
+    settings = {"run.index_url": postgres_server.new_url(), "rollout.prompts_per_step": "32"}
+    with small_run(tmp_path, settings=settings, num_prompts=64) as small:
+        with small.run.index.begin() as connection:
+            consumers.ensure(connection, "main", "export")
+        grants = small.claim(64)
+        for grant in reversed(grants):  # offers lie in the table in another order than in their key
+            small.complete([grant])
+        with small.run.index.begin() as connection:
+            connection.execute(
+                sa.text("ANALYZE")
+            )  # as it does by itself in time: plans follow the number of rows
+        ends = time.monotonic() + seconds
+
+        def often(act: Callable[[Connection, list[int]], int]) -> int:
+            """Repeat what a transaction does with all units, in any order, and undo it; returns how often it was done."""
+            order, times = random.Random(seconds), 0
+            while time.monotonic() < ends:
+                units = order.sample([g.unit_id for g in grants], len(grants))
+                with suppress(Undone), small.run.index.begin() as connection:
+                    assert act(connection, units) == len(grants)
+                    raise Undone
+                times += 1
+            return times
+
+        def take(consumer: str) -> Callable[[Connection, list[int]], int]:
+            return lambda connection, units: consumers.withdraw(connection, "main", consumer, units)
+
+        def send_back(connection: Connection, units: list[int]) -> int:
+            held = consumers.hold_unfated(connection, "main", units)
+            consumers.withdraw_from_all(connection, "main", units)
+            return len(held)
+
+        with ThreadPoolExecutor(4) as pool:
+            running = [
+                pool.submit(often, act) for act in (take("export"), take("export"), send_back, send_back)
+            ]
+            assert min(r.result() for r in running) > 0
 
 
 # ---- weights

@@ -9,6 +9,7 @@ from __future__ import annotations
 import tarfile
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 import sqlalchemy as sa
 from alembic import command
@@ -25,6 +26,7 @@ from strawflow.index.engine import Index
 from strawflow.testing.invariants import batch_digests, check_exactly_once
 from strawflow.testing.runs import SmallRun
 from tests.contract.stored import end_sessions
+from tests.readme import without_strawflow
 
 COMPAT = Path(__file__).parents[1] / "compat"
 
@@ -111,6 +113,38 @@ def test_a_run_of_an_earlier_revision_opens_and_goes_on_to_the_end(
         assert any(item.subject.startswith("packs/trajectory/") for item in moved)
         assert check(run).findings == []
         assert batch_digests(history.batches(run)).items() >= DIGESTS[revision].items()
+
+
+def test_what_the_readme_opens_keeps_nulls_beside_packs_of_version_1(tmp_path: Path) -> None:
+    root = unpack(tmp_path / "runs", "0001").rename(tmp_path / "runs/quickstart")
+    folder = root / "packs/trajectory"
+    (left_open,) = folder.iterdir()
+    of_version_1 = pa.ipc.open_stream(left_open.read_bytes()[len(b"ARROW1\0\0") :]).read_all()
+    index = Index(f"sqlite:///{root / 'index.sqlite'}")
+    migrate.upgrade(index)
+    index.close()
+    run = open_run(root)
+    for session_id in _live(run.index):
+        rescue.declare_lost(run, session_id, reason="killed long ago")
+    with SmallRun(run) as going_on:
+        rescue.recover_packs(going_on.session("rescue"))
+        assert going_on.sample() == 2
+    (salvaged,) = folder.glob("rescue-*")
+    with pa.ipc.new_file(salvaged, of_version_1.schema) as sealed:  # as its worker would have, had it ended
+        sealed.write_table(of_version_1)
+    with pa.ipc.open_file(min(folder.iterdir())) as first:
+        assert not first.schema.field("loss_mask").nullable
+
+    count = (
+        "print(duckdb.sql('SELECT count(*), count(loss_mask), count(token_versions) FROM {}').fetchall()[0])"
+    )
+    told = without_strawflow(
+        tmp_path,
+        then="import pyarrow.parquet as pq; pq.write_table(trajectories.to_table(), 'all.parquet')\n"
+        + "\n".join(count.format(name) for name in ("trajectories", '"all.parquet"')),
+    )
+    num_old, num_new = of_version_1.num_rows, 4
+    assert told.splitlines()[-2:] == [str((num_old + num_new, num_old, num_old))] * 2
 
 
 def test_every_revision_before_this_one_has_its_run_here() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +14,6 @@ import sqlalchemy as sa
 
 from strawflow.errors import CommitUnknownError, ConflictError, InvalidInputError
 from strawflow.flow import admit
-from strawflow.flow import exchange as exchange_module
 from strawflow.flow.claim import Grant
 from strawflow.flow.run import open_run
 from strawflow.flow.session import WorkerSession
@@ -207,7 +204,7 @@ def test_a_bad_submission_fails_alone_in_a_shared_window(make: Make) -> None:
 
 
 @pytest.mark.parametrize("took_place", [True, False])
-def test_a_commit_without_an_answer_is_read_back(
+def test_a_commit_without_an_answer_is_read_back_and_done_where_it_was_not(
     make: Make, monkeypatch: pytest.MonkeyPatch, took_place: bool
 ) -> None:
     small = make()
@@ -224,14 +221,38 @@ def test_a_commit_without_an_answer_is_read_back(
         raise sa.exc.OperationalError(statement, {}, Exception("connection lost"))
 
     monkeypatch.setattr(index, "_drive", without_answer)
-    if not took_place:
-        with pytest.raises(CommitUnknownError, match="same submission id"):
-            session.exchange.submit(submission)
     answer = session.exchange.submit(submission)
     assert answer.accepted == (grant.unit_id,)
     assert session.exchange.submit(submission) == answer
     with index.read() as connection:
         assert units.find(connection, grant.unit_id).state is UnitState.COMPLETED
+
+
+def test_a_commit_whose_outcome_cannot_be_read_back_is_unknown_and_its_repetition_is_answered(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = make()
+    session, index = small.session("rollout"), small.run.index
+    (grant,) = small.claim(1)
+    submission = Submission("once", results=[made_up_result(grant, small.serving() or "")])
+    real = index._drive
+
+    def goes_away(driver: Any, statement: str) -> None:
+        real(driver, statement)
+        if statement == "COMMIT":
+            monkeypatch.setattr(index, "_take_driver", unreachable)
+            raise sa.exc.OperationalError(statement, {}, Exception("connection lost"))
+
+    def unreachable() -> Any:
+        raise sa.exc.OperationalError("connect", {}, Exception("no server"))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(index, "_drive", goes_away)
+        taken = index._take_driver
+        with pytest.raises(CommitUnknownError, match="could not be read back"):
+            session.exchange.submit(submission)
+    monkeypatch.setattr(index, "_take_driver", taken)
+    assert session.exchange.submit(submission).accepted == (grant.unit_id,)
 
 
 def test_calls_without_an_id_that_share_a_window_are_told_apart_when_it_is_read_back(
@@ -252,7 +273,7 @@ def test_calls_without_an_id_that_share_a_window_are_told_apart_when_it_is_read_
                 raise sa.exc.OperationalError(statement, {}, Exception("connection lost"))
 
     def when_all_wait(window: Any) -> Any:
-        while not commits and len(session.exchange._queue) < 3:
+        while not commits and len(session.exchange._line._waiting) < 3:
             time.sleep(0.001)
         return real_store(window)
 
@@ -267,49 +288,6 @@ def test_calls_without_an_id_that_share_a_window_are_told_apart_when_it_is_read_
     assert [a.accepted for a in answers] == [(g.unit_id,) for g in grants]
     granted = [u.unit_id for a in answers for u in a.granted]
     assert len(set(granted)) == len(granted)
-
-
-def test_an_interrupt_while_company_is_awaited_hands_the_lead_on(make: Make) -> None:
-    small = make()
-    exchange, version = small.session("rollout").exchange, small.serving() or ""
-    first, second = small.claim(2)
-    # As after a window that answered one caller while another waited, and took a minute.
-    exchange._company, exchange._ended_at, exchange._patience_s = 3, time.monotonic(), 30.0
-    interrupt = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
-    with ThreadPoolExecutor(1) as pool:
-        interrupt.start()
-        with pytest.raises(KeyboardInterrupt):
-            exchange.submit(Submission(None, results=[made_up_result(first, version)]))
-        exchange._company = 1
-        waiting = pool.submit(exchange.submit, Submission(None, results=[made_up_result(second, version)]))
-        assert waiting.result(20).accepted == (second.unit_id,)
-    answer = exchange.submit(Submission(None, results=[made_up_result(first, version)]))
-    assert answer.accepted == (first.unit_id,)
-
-
-def test_threads_that_call_again_at_once_come_to_share_one_window(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(exchange_module, "_PATIENCE", 50)  # however slow the machine is
-    small = make()
-    exchange = small.session("rollout").exchange
-
-    def forget() -> None:
-        exchange.num_submissions = exchange.num_windows = 0
-
-    warm = threading.Barrier(8, action=forget)
-
-    def work(_: int) -> None:
-        for lap in range(30):
-            if lap == 10:
-                warm.wait(60)
-            for grant in exchange.submit(Submission(None, wanted=Wanted(1))).granted:
-                exchange.submit(Submission(None, released=[(grant.unit_id, grant.fence)]))
-
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(work, range(8)))
-    # Two halves that take turns would stay at four.
-    assert exchange.num_submissions / exchange.num_windows > 6
 
 
 def test_an_interrupted_leader_leaves_the_others_a_way_to_ask_again(

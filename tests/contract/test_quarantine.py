@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 
 from strawflow.errors import ConflictError, CorruptPackError, StorageError
 from strawflow.flow import assemble, consume, history, rebuild, rescue
@@ -16,7 +20,7 @@ from strawflow.flow.branch import create_branch
 from strawflow.flow.check import check
 from strawflow.flow.quarantine import QuarantineReport, quarantine_damage
 from strawflow.flow.run import open_run
-from strawflow.index import batches, consumers, events, packs, quarantine, sessions, units
+from strawflow.index import batches, consumers, events, packs, quarantine, sessions, tables, units
 from strawflow.states import BatchState, UnitState
 from strawflow.store import Store
 from strawflow.testing.damage import flip
@@ -78,12 +82,7 @@ def repaired(small: SmallRun, **options: bool) -> QuarantineReport:
     told = quarantine_damage(small.run, do=False, **options)
     done = quarantine_damage(small.run, do=True, **options)
     assert (told.done, done.done) == (False, True)
-    assert (told.damaged, told.voided, told.trained, told.stopped) == (
-        done.damaged,
-        done.voided,
-        done.trained,
-        done.stopped,
-    )
+    assert replace(told, done=True) == done
     return done
 
 
@@ -131,7 +130,8 @@ def test_trained_groups_are_told_and_never_opened_again(small: SmallRun) -> None
     finish(small)
 
 
-def test_a_group_that_one_consumer_has_is_dropped_for_those_it_still_waits_for(small: SmallRun) -> None:
+def half_consumed(small: SmallRun) -> tuple[units.Unit, bytes]:
+    """Damage one of four groups that `trainer` has trained and `export` has not reached."""
     first, *_ = sampled_apart(small, 4)
     with Store(small.run).consumer("export"):
         pass  # it is offered all four
@@ -139,18 +139,79 @@ def test_a_group_that_one_consumer_has_is_dropped_for_those_it_still_waits_for(s
     small.train(1)
     end_sessions(small)
     assert first.extent_id is not None
-    damage(small, first.extent_id)
-    assert repaired(small).left_open == [first.unit_id]
-    done = quarantine_damage(small.run, do=True, reopen=True)
-    assert (done.dropped, done.reopened) == ([first.unit_id], [])
+    return first, damage(small, first.extent_id)
+
+
+def offered_to(small: SmallRun, consumer: str) -> set[int]:
     with small.run.index.read() as connection:
-        fates = consumers.fates_of(connection, "main", first.unit_id)
-        waiting = consumers.offered(connection, "main", "export", purpose="train", limit=9)
-    assert {(consumer, fate.outcome, fate.reason) for consumer, fate, _ in fates} == {
-        ("trainer", "trained", None),
-        ("export", "dropped", "corrupt"),
-    }
-    assert first.unit_id not in {u.unit_id for u in waiting}
+        found = consumers.offered(connection, "main", consumer, purpose="train", limit=99)
+    return {u.unit_id for u in found}
+
+
+def fates_of(small: SmallRun, unit_id: int) -> set[tuple[str, str, str | None]]:
+    with small.run.index.read() as connection:
+        found = consumers.fates_of(connection, "main", unit_id)
+    return {(consumer, fate.outcome, fate.reason) for consumer, fate, _ in found}
+
+
+def test_a_group_that_one_consumer_has_is_dropped_for_those_it_still_waits_for(small: SmallRun) -> None:
+    first, _ = half_consumed(small)
+    told = repaired(small)
+    assert (told.left_open, told.left_waiting) == ([], {"main/export": [first.unit_id]})
+    (finding,) = check(small.run).findings  # `export` would stop at it
+    assert finding.message.endswith(
+        "(in quarantine, and needed); `strawflow index quarantine RUN` tells what it held and what can be done"
+    )
+    done = repaired(small, reopen=True)
+    assert (done.dropped, done.reopened) == ({"main/export": [first.unit_id]}, [])
+    assert fates_of(small, first.unit_id) == {("trainer", "trained", None), ("export", "dropped", "corrupt")}
+    assert first.unit_id not in offered_to(small, "export")
+    again = quarantine_damage(small.run, do=False, reopen=True)
+    assert (again.dropped, again.trained, again.has_work) == ({}, [first.unit_id], False)
+    assert check(small.run).findings == []
+    finish(small)
+
+
+def test_a_consumer_made_later_is_not_offered_what_is_in_quarantine_until_it_is_whole(
+    small: SmallRun,
+) -> None:
+    first, whole = half_consumed(small)
+    quarantine_damage(small.run, do=True, reopen=True)
+    with Store(small.run).consumer("late") as late:
+        batch = late.next_batch(9, at_least=1)
+        assert batch is not None
+        assert batch.num_groups == 3
+        assert first.unit_id not in batch.rows["unit_id"].to_pylist()
+        late.advance()
+    assert check(small.run).findings == []
+    with small.run.index.read() as connection:
+        (path,) = [p.path for p in packs.listed(connection) if p.kind == "trajectory"]
+    (small.run.root / path).write_bytes(whole)
+    assert repaired(small).given_back == [first.extent_id]
+    assert offered_to(small, "late") == {first.unit_id}
+    assert first.unit_id not in offered_to(small, "export")  # it was dropped for it
+    with Store(small.run).consumer("late") as late:
+        batch = late.next_batch(9, at_least=1)
+        assert batch is not None
+        assert set(batch.rows["unit_id"].to_pylist()) == {first.unit_id}
+    finish(small)
+
+
+def test_a_group_in_quarantine_that_is_generated_again_reaches_a_consumer_made_meanwhile(
+    small: SmallRun,
+) -> None:
+    first, *others = sampled_apart(small, 4)
+    end_sessions(small)
+    assert first.extent_id is not None
+    damage(small, first.extent_id)
+    repaired(small)
+    with Store(small.run).consumer("late"):
+        pass
+    assert offered_to(small, "late") == {u.unit_id for u in others}
+    assert [f.check for f in check(small.run).findings] == ["extent"]  # `trainer` would stop at it
+    assert repaired(small, reopen=True).reopened == [first.unit_id]
+    assert small.sample(1) == 1
+    assert first.unit_id in offered_to(small, "late") & offered_to(small, "trainer")
     finish(small)
 
 
@@ -407,13 +468,46 @@ def test_batches_and_offers_are_left_to_live_workers_while_damage_is_contained(s
     small.plan()
     assert first.extent_id is not None
     damage(small, rows_of_batch(small, 1))
-    with pytest.raises(ConflictError, match="stop the run"):
+    with pytest.raises(ConflictError) as refused:
         quarantine_damage(small.run, do=True)
+    holder = small.session("assemble").session_id
+    for told in (f"it is {holder} (process {os.getpid()} on", f"`strawflow worker fence RUN {holder}`"):
+        assert told in refused.value.message
     with small.run.index.read() as connection:
         assert len(quarantine.listed(connection)) == 1
     assert len(history.batches(small.run)) == 1
     end_sessions(small)
     assert quarantine_damage(small.run, do=True).voided == {"main/trainer": [1]}
+
+
+DIES_AS_CONSUMER = """
+import os, sys, strawflow
+store = strawflow.open(sys.argv[1])
+export = store.consumer("export")
+os._exit(0)  # as a kill: nothing is closed
+"""
+
+
+@on_sqlite
+def test_a_session_whose_process_is_gone_does_not_stand_in_the_way_of_a_repair(small: SmallRun) -> None:
+    first, _ = half_consumed(small)
+    subprocess.run([sys.executable, "-c", DIES_AS_CONSUMER, str(small.run.root)], check=True)
+    with small.run.index.read() as connection:
+        (left,) = sessions.listed(connection, live_only=True)
+    assert (left.kind, left.expires_in_s > 10) == ("consumer-export", True)
+    assert repaired(small, reopen=True).dropped == {"main/export": [first.unit_id]}
+
+
+@on_sqlite
+def test_a_session_of_another_host_stands_in_the_way_until_its_lease_ends(small: SmallRun) -> None:
+    half_consumed(small)
+    subprocess.run([sys.executable, "-c", DIES_AS_CONSUMER, str(small.run.root)], check=True)
+    with small.run.index.begin() as connection:
+        connection.execute(sa.update(tables.sessions).values(machine="another", host="elsewhere"))
+    with pytest.raises(
+        ConflictError, match=r"on elsewhere\): stop it, or .*worker fence RUN consumer-export-"
+    ):
+        quarantine_damage(small.run, do=True, reopen=True)
 
 
 @on_sqlite
@@ -478,8 +572,49 @@ def test_the_command_rehearses_repairs_and_says_when_the_run_cannot_go_on(
     done = cli("index", "quarantine", root, "--reopen", "--yes", "--json")
     assert (done.code, done.json["reopened"]) == (0, [first.unit_id])
     assert cli("index", "check", root).code == 0
+    nothing_left = cli("index", "quarantine", root, "--reopen").out
+    assert "nothing was left to do" in nothing_left
+    assert "--yes does it" not in nothing_left
     with reopened(root) as small:
         damage(small, prompts)
+    checked = cli("index", "check", root)
+    assert checked.code == CorruptPackError.exit_code
+    assert "`strawflow index quarantine RUN` tells what it held" in " ".join(checked.out.split())
     stopped = cli("index", "quarantine", root, "--yes")
     assert stopped.code == CorruptPackError.exit_code
     assert "the run cannot go on without prompts, rows 0 to 15" in stopped.out
+    assert "nothing was changed" not in cli("index", "quarantine", root).out
+
+
+def test_the_command_tells_rehearsal_and_deed_alike_for_a_group_that_one_consumer_has(
+    tmp_path: Path, cli: Callable[..., Any]
+) -> None:
+    with small_run(tmp_path) as small:
+        first, _ = half_consumed(small)
+        root = small.run.root
+    why = f"main/export: another consumer has trained or dropped them: {first.unit_id}\n"
+    assert f"1 units would be dropped for {why}" in cli("index", "quarantine", root, "--reopen").out
+    assert f"1 units dropped for {why}" in cli("index", "quarantine", root, "--reopen", "--yes").out
+
+
+def test_the_command_tells_what_becomes_of_extents_that_no_group_and_no_open_batch_needs(
+    tmp_path: Path, cli: Callable[..., Any]
+) -> None:
+    with small_run(tmp_path) as small:
+        small.advance(2)
+        root = small.run.root
+        with small.run.index.read() as connection:
+            (journal,) = [p for p in packs.listed(connection) if p.kind == "journal" and "train" in p.path]
+            entry, *_ = packs.extents_of_pack(connection, journal.pack_id)
+        for extent_id in (plan_of_batch(small, 1), rows_of_batch(small, 2), entry.extent_id):
+            damage(small, extent_id)
+    told = cli("index", "quarantine", root).out
+    assert "nothing was changed; --yes does it" in told
+    for held in (
+        "held the batch of step 1 of main/trainer, which is trained, with its plan: what became of each member",
+        "held the batch of step 2 of main/trainer, which is trained, with its packed rows: it cannot be replayed",
+        "held entries of the journal: no restore or rebuild can read them",
+    ):
+        assert held in told
+    assert cli("index", "quarantine", root, "--yes").code == 0
+    assert "nothing was left to do" in cli("index", "quarantine", root, "--yes").out

@@ -541,7 +541,11 @@ def test_a_hole_in_the_journal_is_refused_and_told_when_it_is_gone_over(small: S
             verb(root)
     assert small.run.index.dialect != "sqlite" or not (root / INDEX_FILE).exists()
     done = rebuild.rebuild(root, lossy=True)
-    assert {loss.what for loss in done.rebuilt.losses} == {"journal"}
+    told = {(loss.what, loss.subject) for loss in done.rebuilt.losses}
+    assert {what for what, _ in told} == {"journal", "checkpoint"}
+    assert {subject for what, subject in told if what == "checkpoint"} == {
+        f"checkpoints/c00000{step}-main.trainer-f1" for step in (1, 2)
+    }
     assert done.rebuilt.positions == {"main/trainer": (0, 0)}
     assert done.units == {"train completed": 12}  # offered again, each once
     with reopened(root) as again:
@@ -555,8 +559,10 @@ def test_a_damaged_entry_is_told(small: SmallRun) -> None:
     (pack,) = small.run.root.glob("packs/journal/rollout-*.arrow")
     flip(pack, 0)
     root = lose_index(small.run)
-    done = rebuild.rebuild(root)
-    assert [loss.what for loss in done.rebuilt.losses] == ["pack"]
+    with pytest.raises(CorruptPackError, match=r"rollout-.*does not begin as an Arrow file.*--lossy"):
+        rebuild.rebuild(root)
+    done = rebuild.rebuild(root, lossy=True)
+    assert [loss.what for loss in done.rebuilt.losses] == ["pack", "journal"]
     assert done.rebuilt.num_unverified == 1
 
 

@@ -6,12 +6,14 @@ import asyncio
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +21,10 @@ import pyarrow.parquet as pq
 import pytest
 
 import strawflow
-from strawflow.errors import InvalidInputError
+from strawflow.errors import CorruptCheckpointError, InvalidInputError
 from strawflow.flow.check import check
+from strawflow.flow.run import open_run
+from strawflow.index import packs, sessions
 from strawflow.states import UnitState
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -80,7 +84,8 @@ def test_importing_the_root_loads_nothing_heavy() -> None:
 def test_rows_of_a_batch_can_be_had_with_every_token_told(store: strawflow.Store) -> None:
     store.admit(4)
     with store.worker() as worker, store.consumer("trainer") as trainer:
-        worker.complete([grant.result(answers(grant)) for grant in worker.claim(2)])
+        for grant in worker.claim(2):  # stored apart: the rows of the batch are of several messages
+            worker.complete([grant.result(answers(grant))])
         batch = trainer.next_batch(2)
         assert batch is not None
         assert batch.rows["loss_mask"].null_count == batch.rows.num_rows == 4
@@ -115,6 +120,8 @@ def test_the_examples_go_through_a_run_and_two_consumers_do_not_disturb_each_oth
     assert json.loads(trained.stdout.splitlines()[-1]) == {"step": 3, "reward": 12.0}, trained.stderr
     rows = pq.read_table(tmp_path / "out")
     assert sorted(set(rows["unit_id"].to_pylist())) == list(range(1, 13))
+    assert rows["loss_mask"].to_pylist() == [[1] * len(r) for r in rows["response_tokens"].to_pylist()]
+    assert rows["token_versions"].null_count == 0
     store.admit(4)
     example("producer.py", folder)
     assert example("export.py", folder, tmp_path / "out").stdout == "exported up to step 2\n"
@@ -347,3 +354,103 @@ def test_a_store_can_be_given_to_a_spawned_process(store: strawflow.Store) -> No
     store.admit(12)
     with multiprocessing.get_context("spawn").Pool(2) as pool:
         assert sum(pool.starmap(in_child, [(store, 0), (store, 1)])) == 12
+
+
+# ---- what goes wrong, and is told
+
+
+def completed(store: strawflow.Store, count: int) -> None:
+    store.admit(count)
+    with store.worker() as worker:
+        worker.complete([g.result(answers(g)) for g in worker.claim(count)])
+
+
+def test_a_consumer_left_by_an_error_gives_its_name_back_at_once(store: strawflow.Store) -> None:
+    completed(store, 4)
+    dead = store.consumer("trainer")
+    first = dead.next_batch(2)
+    assert first is not None
+    with pytest.raises(ZeroDivisionError), dead:
+        raise ZeroDivisionError
+    with store.run.index.read() as connection:
+        states = {s.session_id: s.state for s in sessions.listed(connection)}
+        assert packs.open_without_writer(connection) == []  # what it wrote is sealed
+    assert states[dead.session_id] == "lost"
+    with store.consumer("trainer") as trainer:
+        again = trainer.next_batch(2)
+        assert again is not None
+        assert (again.step, again.digest) == (first.step, first.digest)
+        for late in (dead.advance, dead.next_batch):
+            with pytest.raises(strawflow.LeaseLostError):
+                late()
+        trainer.advance()
+
+
+def test_a_consumer_that_cannot_be_made_holds_nothing(tmp_path: Path) -> None:
+    with make(tmp_path / "run"):
+        pass
+    tight = open_run(tmp_path / "run")
+    storage = tight.config.storage.model_copy(update={"quota_bytes": 1})
+    config = tight.config.model_copy(update={"storage": storage})
+    with strawflow.Store(replace(tight, config=config)) as store:
+        with pytest.raises(strawflow.StorageError, match="quota"):
+            store.consumer("export")
+        with store.run.index.read() as connection:
+            assert sessions.listed(connection, live_only=True) == []
+
+
+def test_prompts_that_cannot_be_admitted_are_an_error_and_not_none(store: strawflow.Store) -> None:
+    with pytest.raises(InvalidInputError, match=r"'nope' holds no prompts: .* \('prompts'\)"):
+        store.admit(5, dataset="nope")
+    with pytest.raises(InvalidInputError, match="-1 prompts cannot be admitted"):
+        store.admit(-1)
+    assert store.admit(0) == 0
+
+
+def with_checkpoints(store: strawflow.Store, name: str) -> list[Path]:
+    """Commit three checkpoints of a consumer; returns their folders."""
+    folders = []
+    with store.consumer(name) as consumer:
+        for step in (1, 2, 3):
+            assert consumer.next_batch(1) is not None
+            folder = consumer.checkpoint_folder()
+            (folder / "state").write_text(f"state after step {step}")
+            consumer.commit_checkpoint()
+            folders.append(folder)
+        assert consumer.newest_checkpoint() == (3, folders[-1])
+    return folders
+
+
+def test_a_damaged_checkpoint_is_never_handed_out_and_the_way_on_is_named(store: strawflow.Store) -> None:
+    completed(store, 3)
+    first, second, third = with_checkpoints(store, "trainer")
+    whole = (third / "state").read_bytes()
+    (third / "state").write_bytes(whole[:-1] + b"4")
+    (second / "state").write_bytes(b"")
+    with store.consumer("trainer") as trainer:
+        with pytest.raises(CorruptCheckpointError) as refused:
+            trainer.newest_checkpoint()
+        told = f"strawflow branch create RUN --from {first.name} NAME"
+        for word in (str(third / "state"), "restore the folder from a copy", told):
+            assert word in refused.value.message
+        shutil.move(third, third.with_suffix(".away"))
+        with pytest.raises(CorruptCheckpointError, match=f"{third.name}/manifest.json: is missing"):
+            trainer.newest_checkpoint()
+        shutil.move(third.with_suffix(".away"), third)
+        (third / "state").write_bytes(whole)
+        assert trainer.newest_checkpoint() == (3, third)
+        (third / "state").unlink()
+        (first / "state").unlink()
+        with pytest.raises(CorruptCheckpointError, match="there is no older checkpoint that is whole"):
+            trainer.newest_checkpoint()
+        for folder, content in ((first, "1"), (second, "2"), (third, "3")):  # the check that ends the test
+            (folder / "state").write_text(f"state after step {content}")
+
+
+def test_a_damaged_checkpoint_of_another_consumer_names_the_older_folder(store: strawflow.Store) -> None:
+    completed(store, 3)
+    _, second, third = with_checkpoints(store, "export")
+    (third / "state").unlink()
+    with store.consumer("export") as export, pytest.raises(CorruptCheckpointError) as refused:
+        export.newest_checkpoint()
+    assert f"the newest one before it that is whole is {second}" in refused.value.message

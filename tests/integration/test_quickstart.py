@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +11,8 @@ import pytest
 
 from strawflow.flow.run import open_run
 from strawflow.testing.invariants import check_exactly_once
+from tests.readme import without_strawflow
 
-REPOSITORY = Path(__file__).parents[2]
 RUN = Path("runs/quickstart")
 STEPS = 3
 
@@ -97,21 +95,9 @@ def test_the_readme_opens_the_packs_with_polars_and_duckdb(
     finished: tuple[Path, subprocess.CompletedProcess[str]],
 ) -> None:
     folder, _ = finished
-    readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
-    section = readme.split("## Open the data without strawflow")[1].split("\n## ")[0]
-    code = "\n".join(re.findall(r"^ {4}(.*)$", section, flags=re.MULTILINE))
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    shown = subprocess.run(
-        [sys.executable, "-c", f"{code}\nimport sys; assert 'strawflow' not in sys.modules"],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=False,
-    )
-    assert shown.returncode == 0, shown.stderr
+    shown = without_strawflow(folder)
     num_answers = 60 * 32 + STEPS * 32 * 8 + 2 * 400 * 5
-    assert f"{num_answers} of {num_answers} rows are accepted results" in shown.stdout
+    assert f"{num_answers} of {num_answers} rows are accepted results" in shown
 
 
 def test_the_published_weights_load_in_transformers(

@@ -15,17 +15,20 @@ import pytest
 import sqlalchemy as sa
 
 from strawflow.config import RunConfig
-from strawflow.errors import LeaseLostError
+from strawflow.errors import ConflictError, LeaseLostError
 from strawflow.flow import admit, claim, complete, consume, publish_weights, rescue
+from strawflow.flow.branch import create_branch
 from strawflow.flow.enqueue import EnqueueRequest, enqueue
 from strawflow.flow.run import Run, create_run, open_run
 from strawflow.flow.session import WorkerSession
 from strawflow.flow.trajectory import Member, UnitResult
-from strawflow.index import packs, tables, units
+from strawflow.index import packs, sessions, tables, units
 from strawflow.packs.reader import PackReader
 from strawflow.prompts.row import PromptKeys
 from strawflow.prompts.source import PromptSource
 from strawflow.states import PackState, UnitState
+from strawflow.testing.runs import small_run
+from tests.contract.stored import end_sessions
 
 VERSION = "v0"
 
@@ -248,3 +251,35 @@ def test_a_run_opens_again_with_everything_it_held(tmp_path: Path) -> None:
     run = open_run(tmp_path / "run")
     with run.index.read() as connection:
         assert units.count_by_state(connection, run.branch) == {("train", "ready"): 8}
+
+
+# ---- who stands in the way of a branch
+
+GONE = """
+import os, sys, strawflow
+worker = strawflow.open(sys.argv[1]).worker("generator")
+assert worker.claim(1)
+os._exit(0)  # as a kill: nothing is closed
+"""
+
+
+def test_a_branch_is_made_though_a_session_is_live_whose_process_is_gone(tmp_path: Path) -> None:
+    with small_run(tmp_path) as small:
+        small.advance(1)
+        end_sessions(small)
+        subprocess.run([sys.executable, "-c", GONE, str(small.run.root)], check=True)
+        with small.run.index.read() as connection:
+            (left,) = sessions.listed(connection, live_only=True)
+        assert left.expires_in_s > 10
+        assert create_branch(small.run, checkpoint="1", name="second").branch_id == "second"
+
+
+def test_a_branch_refused_names_who_is_at_work_and_how_to_end_it(tmp_path: Path) -> None:
+    with small_run(tmp_path) as small:
+        small.advance(1)
+        end_sessions(small, *(kind for kind in small.sessions if kind != "rollout"))
+        living = small.session("rollout").session_id
+        with pytest.raises(ConflictError) as refused:
+            create_branch(small.run, checkpoint="1", name="second")
+    for told in (f"{living} (process {os.getpid()} on ", f"`strawflow worker fence RUN {living}`"):
+        assert told in refused.value.message

@@ -105,3 +105,36 @@ def test_a_failed_member_belongs_to_its_group_and_earns_nothing() -> None:
 def test_rows_that_break_a_promise_are_no_result(changes: dict[str, Any]) -> None:
     found = list(groups_of(rows(row(1, 0), row(1, 1, **changes), row(2, 0))))
     assert [g.is_sound for g in found] == [False, True]
+
+
+@pytest.mark.parametrize("name", ["loss_mask", "token_versions"])
+@pytest.mark.parametrize(
+    ("lengths", "sound"),
+    [
+        pytest.param((1, 3), (False, True), id="one item for three tokens, no null"),
+        pytest.param((1, None), (False, True), id="one item for three tokens beside a null"),
+        pytest.param((4, 2, None), (False, False, True), id="lengths that only add up beside a null"),
+        pytest.param((2, None), (False, True), id="two items for three tokens beside a null"),
+        pytest.param((3, None, 3), (True, True, True), id="as many as tokens"),
+        pytest.param((None, None), (True, True), id="all null"),
+    ],
+)
+def test_a_mask_and_versions_are_null_or_as_long_as_the_response(
+    name: str, lengths: tuple[int | None, ...], sound: tuple[bool, ...]
+) -> None:
+    told = [None if length is None else [0] * length for length in lengths]
+    given = [row(n, 0, **{"weight_versions": ["v1"], name: items}) for n, items in enumerate(told)]
+    if name == "loss_mask":
+        given = [{**own, "token_versions": None} for own in given]
+    assert tuple(g.is_sound for g in groups_of(rows(*given))) == sound
+    # A part of a message is judged as the whole is.
+    assert tuple(g.is_sound for g in groups_of(rows(*given).slice(1))) == sound[1:]
+
+
+def test_versions_are_null_only_where_one_version_sampled_all_or_none_any() -> None:
+    given = [
+        row(n, 0, token_versions=None, weight_versions=versions)
+        for n, versions in enumerate(([], ["v1"], ["v1", "v2"]))
+    ]
+    assert [g.is_sound for g in groups_of(rows(*given))] == [True, True, False]
+    assert [g.is_sound for g in groups_of(rows(given[2]))] == [False]

@@ -10,9 +10,10 @@ import pytest
 from strawflow.errors import CorruptPackError, IncompatibleFormatError
 from strawflow.ids import Extent
 from strawflow.packs.places import open_place
-from strawflow.packs.scan import PackScan, kind_of, list_packs, open_scan
+from strawflow.packs.scan import PackScan, is_torn_head, kind_of, list_packs, open_scan
 from strawflow.packs.writer import PackWriter
 from strawflow.records import SCHEMAS
+from strawflow.testing.damage import flip
 from strawflow.testing.pack_rows import made_up_rows
 
 
@@ -66,11 +67,60 @@ def test_a_torn_pack_gives_what_lies_whole_before_the_tear(tmp_path: Path) -> No
 def test_a_sealed_pack_gives_the_messages_after_a_damaged_one(tmp_path: Path) -> None:
     path, extents = written(tmp_path, "batch", seal=True)
     whole = bytearray((tmp_path / path).read_bytes())
-    whole[extents[1].offset] ^= 0xFF  # its head: without the footer nothing behind it could be found
+    whole[extents[1].offset] ^= 0xFF  # its head
     (tmp_path / path).write_bytes(whole)
     scan = scanned(tmp_path, path)
     assert [e.offset for e, _ in scan.messages()] == [extents[0].offset, extents[2].offset]
     assert [damaged.offset for damaged in scan.damaged] == [extents[1].offset]
+
+
+@pytest.mark.parametrize("field", [0, 4], ids=["mark", "length"])
+@pytest.mark.parametrize("mask", [0x40, 0xFF])
+def test_an_open_pack_gives_the_messages_after_a_damaged_one(tmp_path: Path, field: int, mask: int) -> None:
+    path, extents = written(tmp_path, "journal", seal=False)
+    flip(tmp_path / path, extents[1].offset + field, mask)
+    scan = scanned(tmp_path, path)
+    assert [e.offset for e, _ in scan.messages()] == [extents[0].offset, extents[2].offset]
+    assert [(d.offset, d.is_torn) for d in scan.damaged] == [(extents[1].offset, False)]
+
+
+def test_a_footer_that_leaves_a_message_out_is_not_believed(tmp_path: Path) -> None:
+    path, extents = written(tmp_path, "journal", seal=True)
+    whole = (tmp_path / path).read_bytes()
+    footer = len(whole) - 10 - int.from_bytes(whole[-10:-6], "little")
+    (count,) = (
+        at
+        for at in range(footer, len(whole) - 10, 4)
+        if whole[at : at + 4] == b"\x03\0\0\0"
+        and whole[at + 4 : at + 12] == extents[0].offset.to_bytes(8, "little")
+    )
+    flip(tmp_path / path, count, 1)  # 3 messages become 2
+    scan = scanned(tmp_path, path)
+    assert not scan.is_sealed
+    assert [e.offset for e, _ in scan.messages()] == [e.offset for e in extents]
+
+
+@pytest.mark.parametrize("tail", ["a beginning", "zeros", "noise"])
+def test_only_the_beginning_of_a_message_or_zeros_are_what_a_kill_leaves(tmp_path: Path, tail: str) -> None:
+    path, extents = written(tmp_path, "journal", seal=False)
+    whole = (tmp_path / path).read_bytes()
+    first = whole[extents[0].offset : extents[0].offset + extents[0].length]
+    left = {"a beginning": first[:-8], "zeros": bytes(1000), "noise": bytes(range(1, 200))}[tail]
+    (tmp_path / path).write_bytes(whole + left)
+    scan = scanned(tmp_path, path)
+    assert len(list(scan.messages())) == 3
+    assert [d.is_torn for d in scan.damaged] == [tail != "noise"]
+
+
+def test_a_head_that_was_cut_off_is_told_from_a_damaged_one(tmp_path: Path) -> None:
+    path, extents = written(tmp_path, "journal", seal=False)
+    whole = (tmp_path / path).read_bytes()
+    for size in (0, 3, 12, extents[0].offset - 1):
+        (tmp_path / path).write_bytes(whole[:size])
+        assert is_torn_head(open_place(tmp_path), path)
+    for at in (0, 8, 12):
+        (tmp_path / path).write_bytes(whole[:at] + bytes([whole[at] ^ 0x40]) + whole[at + 1 :])
+        assert not is_torn_head(open_place(tmp_path), path)
 
 
 @pytest.mark.parametrize("kind", ["journal", "trajectory", "batch"])

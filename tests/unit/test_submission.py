@@ -111,6 +111,30 @@ def test_the_same_values_in_other_types_say_the_same() -> None:
     assert digest_of(token_versions="") == digest_of(token_versions=[""] * 3)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"reward": np.float64(1.0), "score": np.float64(0.5)},
+        {"reward": 1},
+        {"environment": memoryview(b"at the door")},
+        {"environment": bytearray(b"at the door")},
+        {"member": np.int64(0)},
+        {"token_versions": np.array(["v1", "v1", "v2"])},
+        {"response_tokens": np.array([7, 0, 8, 0, 9], np.int32)[::2]},
+    ],
+)
+def test_the_types_that_numeric_programs_hand_in_say_the_same(changes: dict[str, Any]) -> None:
+    assert digest_of(**changes) == SUBMISSION.content_digest()
+
+
+def test_ids_and_leases_say_the_same_in_other_types() -> None:
+    one = Submission("s", released=[(6, 1)], failures=[Failure(7, 1, "why", 0)])
+    other = Submission("s", released=[[np.int64(6), 1]], failures=[Failure(np.int64(7), 1, "why", 0.0)])  # type: ignore[list-item, arg-type]
+    assert one.content_digest() == other.content_digest()
+    serving = [Submission("s", wanted=Wanted(1, version)) for version in (None, "v1", "v2")]
+    assert len({s.content_digest() for s in serving}) == 3
+
+
 def test_a_submission_that_settles_a_unit_twice_is_refused() -> None:
     with pytest.raises(InvalidInputError, match="settles a unit twice"):
         Submission("s", results=[RESULT], released=[(5, 2)]).check()

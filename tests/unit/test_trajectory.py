@@ -8,7 +8,8 @@ import pyarrow as pa
 import pytest
 
 from strawflow.config import RunConfig
-from strawflow.errors import InvalidInputError
+from strawflow.errors import CorruptPackError, InvalidInputError
+from strawflow.flow.submission import Submission
 from strawflow.flow.trajectory import Member, UnitResult, failed_member, to_record_batch, with_every_token
 from strawflow.records import TRAJECTORY
 
@@ -73,14 +74,37 @@ def test_told_for_every_token_they_are_all_trained_and_of_the_version_that_sampl
     assert with_every_token(whole) == whole
 
 
+def stored(name: str, *lengths: int | None) -> pa.RecordBatch:
+    """Return rows of three tokens whose column `name` has that many items, or is null."""
+    rows = to_record_batch([result(*(member(n) for n in range(len(lengths))))])
+    field = rows.schema.field(name)
+    told = pa.array([None if length is None else [0] * length for length in lengths], field.type)
+    return rows.set_column(rows.schema.get_field_index(name), field, told)
+
+
 def test_a_mask_that_was_stored_stays_as_it_is() -> None:
-    rows = to_record_batch([result(member(0), member(1))])
-    masked = rows.set_column(
-        rows.schema.get_field_index("loss_mask"),
-        rows.schema.field("loss_mask"),
-        pa.array([None, [0, 1, 0]], rows.schema.field("loss_mask").type),
-    )
-    assert with_every_token(masked).column("loss_mask").to_pylist() == [[1, 1, 1], [0, 1, 0]]
+    whole = with_every_token(stored("loss_mask", None, 3))
+    assert whole.column("loss_mask").to_pylist() == [[1, 1, 1], [0, 0, 0]]
+
+
+@pytest.mark.parametrize("name", ["loss_mask", "token_versions"])
+@pytest.mark.parametrize(
+    ("lengths", "bad_row"),
+    [((1,), 0), ((3, 1), 1), ((1, None), 0), ((None, 2, 4), 1), ((None, 4, 2), 1), ((2, None), 0)],
+)
+def test_a_row_with_another_number_of_items_than_tokens_is_corrupt(
+    name: str, lengths: tuple[int | None, ...], bad_row: int
+) -> None:
+    with pytest.raises(CorruptPackError, match=f"{name} of row {bad_row} has another.*member={bad_row}"):
+        with_every_token(stored(name, *lengths))
+
+
+def test_tokens_of_several_versions_that_do_not_say_which_are_corrupt() -> None:
+    rows = to_record_batch([result(member(0), member(1, token_versions=["v9", "v2", "v9"]))])
+    place = rows.schema.get_field_index("token_versions")
+    untold = rows.set_column(place, rows.schema.field(place), pa.nulls(2, rows.schema.field(place).type))
+    with pytest.raises(CorruptPackError, match=r"token_versions of row 1 .* several weight_versions"):
+        with_every_token(untold)
 
 
 def test_tokens_that_no_weights_sampled_have_no_version() -> None:
@@ -103,8 +127,20 @@ def test_a_failed_member_is_a_row_with_its_reason_and_no_reward() -> None:
         ({"status": "failed"}, "needs its reason"),
         ({"failure": "why"}, "must have none"),
         ({"status": "failed", "failure": "why"}, "has no reward"),
+        ({"status": "done"}, "status 'done' is none of finished, truncated, failed, partial"),
+        ({"status": ""}, "status '' is none of"),
+        ({"status": "partial"}, "park its group"),
     ],
 )
 def test_a_member_that_breaks_a_promise_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
         result(member(0), member(1, **changes)).check()
+
+
+def test_a_member_is_partial_only_where_its_group_is_parked() -> None:
+    half_done = result(member(0, status="truncated"), member(1, status="partial", reward=None))
+    Submission(None, parked=[half_done]).check()
+    with pytest.raises(InvalidInputError, match="member 1: a partial member cannot be completed"):
+        Submission(None, results=[half_done]).check()
+    with pytest.raises(InvalidInputError, match="status 'done'"):
+        Submission(None, parked=[result(member(0, status="done"))]).check()

@@ -64,6 +64,14 @@ class AssemblerLoop:
 
     def _plan(self, role: Role, step: int) -> bool:
         """Plan `step` if enough groups are ready; True when something changed."""
+        try:
+            return self._plan_once(role, step)
+        except ConflictError as error:
+            # A resume killed weights, or another consumer took a group back, meanwhile: the groups are judged again.
+            log.warning("step %d is built again: %s", step, error)
+            return False
+
+    def _plan_once(self, role: Role, step: int) -> bool:
         warm = self._config.warm_start
         is_warm_start = step <= warm.steps
         purpose = "demo" if is_warm_start else "train"
@@ -83,11 +91,7 @@ class AssemblerLoop:
             version_steps=self._version_steps,
             config=self._config,
         )
-        try:
-            batch = assemble.plan_batch(self._session, role, plan)
-        except ConflictError as error:  # a resume killed weights meanwhile: judge the groups again
-            log.warning("step %d is built again: %s", step, error)
-            return False
+        batch = assemble.plan_batch(self._session, role, plan)
         self._dropped_in_a_row = 0
         self._read.clear()
         log.info(
