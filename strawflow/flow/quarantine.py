@@ -199,7 +199,7 @@ def _judge(run: Run, report: QuarantineReport) -> dict[Line, list[Voided]]:
                 report.stopped.append(
                     f"the batch of step {step} of {_name(line)} is needed for the replay from the last checkpoint: restore "
                     "its file from a copy, or branch from a checkpoint before it "
-                    "(`strawflow resume --from CHECKPOINT --branch NAME`)"
+                    "(`strawflow branch create`, or `strawflow resume --from CHECKPOINT --branch NAME`)"
                 )
             else:
                 voids[line] = quarantine.batches_from(connection, *line, step=step)

@@ -27,7 +27,11 @@ UPKEEP = frozenset(
     f"test_{name}.py"
     for name in (
         "backup",
+        "branch_consumers",
+        "branches",
+        "checkpoints",
         "compaction",
+        "consumers",
         "damaged_sources",
         "journal",
         "quarantine",
@@ -37,12 +41,12 @@ UPKEEP = frozenset(
         "sweep",
     )
 )
-"""What runs once in a while, on whole runs: its tests take seconds each."""
+"""What happens once in a while, to whole runs: its tests take seconds each."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep the gate within its time: of the upkeep's tests on PostgreSQL every fourth stays, the others are long.
+    """Keep the gate within its time: of these tests on PostgreSQL every fourth stays, the others are long.
 
     All of them run on SQLite in the gate, and `make test-long` runs every one on both.
     """

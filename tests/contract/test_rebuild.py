@@ -35,7 +35,7 @@ from strawflow.weights.verify import FORMAT, MANIFEST, describe_file
 from tests.contract.backed_up import reopened
 from tests.contract.backup_instants import Instants, chosen
 from tests.contract.lost_index import all_ready_again, die, essence_of, lose_index, on_sqlite
-from tests.contract.stored import end_sessions
+from tests.contract.stored import end_sessions, kill_cli
 
 WARM = {"warm_start.steps": "2", "warm_start.prompts_per_step": "4"}
 
@@ -667,6 +667,21 @@ def test_a_rebuild_killed_at_any_instant_leaves_nothing_or_the_whole_index(
     lose_index(run)
     rebuild.rebuild(root)
     assert list(root.glob(".partial-*")) == []
+
+
+def test_a_rebuild_killed_before_its_commit_leaves_no_index_and_the_next_one_is_whole(
+    small: SmallRun,
+) -> None:
+    small.advance(1)
+    small.sample(2)
+    die(small)
+    root = lose_index(small.run)
+    kill_cli("index", "rebuild", root, "--yes", at="rebuild.before_commit")
+    with pytest.raises(NotFoundError):
+        open_run(root)
+    rebuild.rebuild(root)
+    with reopened(root) as again:
+        assert check(again.run).findings == []
 
 
 def test_a_damaged_index_file_is_kept_beside_the_rebuilt_one(tmp_path: Path) -> None:

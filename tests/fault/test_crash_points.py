@@ -63,7 +63,7 @@ def life(folder: Path, index_url: str, fault: str = "") -> int:
 
 @pytest.mark.parametrize("point", sorted(WAYS))
 def test_a_process_killed_at_a_crash_point_loses_and_repeats_nothing(tmp_path: Path, point: str) -> None:
-    killed_at(point, tmp_path, "", max_kills=2)
+    killed_at(point, tmp_path, "", max_kills=1)
 
 
 @pytest.mark.long

@@ -102,6 +102,7 @@ def test_sixty_kills_over_two_hundred_steps_lose_and_repeat_nothing(tmp_path: Pa
 @pytest.mark.parametrize(
     "point",
     [
+        "trainer.before_step:4",
         "trainer.after_step:4",
         "checkpoint.after_files:2",
         "checkpoint.after_commit:2",
