@@ -39,9 +39,10 @@ def write(path: Path, piece: bytes) -> float:
 class TwoSyncs:
     """What a durable cycle cannot do without: bytes appended and synced, then a row for each in an SQLite log, synced too."""
 
-    def __init__(self, folder: Path) -> None:
-        self._file = folder / "two-syncs.raw"
-        self._database = sqlite3.connect(folder / "two-syncs.sqlite", isolation_level=None)
+    def __init__(self, place: Path) -> None:
+        """Work in two new files beside `place`, of its name."""
+        self._file = place.with_suffix(".raw")
+        self._database = sqlite3.connect(place.with_suffix(".sqlite"), isolation_level=None)
         for statement in (
             "PRAGMA journal_mode=WAL",
             "PRAGMA synchronous=FULL",

@@ -86,7 +86,7 @@ def cycle(bench: Bench) -> Iterator[Row]:
     """Claim, publish 16 KiB, complete: one worker, then 16 threads, level host."""
     ours_count, peer_count = bench.pick(300, 1000), bench.pick(100, 300)
     payloads = small_payloads()
-    floor = floors.TwoSyncs(bench.folder)
+    floor = floors.TwoSyncs(bench.folder / "cycle-floor")
     peer = straw.StrawQueue(bench.path("cycle-straw"), payloads)
     with Loop(create(bench.path("cycle")), tokens=SMALL // SAMPLE_BYTES) as loop:
         rates = take_turns(
@@ -110,7 +110,7 @@ def threads(bench: Bench) -> Iterator[Row]:
     """The same by 16 threads of one process."""
     ours_count, peer_count = bench.pick(100, 400), bench.pick(12, 40)
     payloads = small_payloads()
-    floor = floors.TwoSyncs(bench.folder)
+    floor = floors.TwoSyncs(bench.folder / "threads-floor")
     peer = straw.StrawQueue(bench.path("threads-straw"), payloads, threads=THREADS)
     with Loop(create(bench.path("threads")), tokens=SMALL // SAMPLE_BYTES) as loop:
         rates = take_turns(
