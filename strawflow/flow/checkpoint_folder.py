@@ -66,7 +66,7 @@ def _other_way(run: Run, damaged: Checkpoint) -> str:
     with run.index.read() as connection:
         line = checkpoints.listed(connection, run.branch, run.consumer)
     older = [c for c in line if c.step < damaged.step and not c.files_removed]
-    whole = next((c for c in reversed(older) if _is_whole(run.root / c.path)), None)
+    whole = next((c for c in reversed(older) if is_whole(run.root / c.path)), None)
     if whole is None:
         return "there is no older checkpoint that is whole"
     if run.consumer != TRAINER:
@@ -77,7 +77,8 @@ def _other_way(run: Run, damaged: Checkpoint) -> str:
     )
 
 
-def _is_whole(folder: Path) -> bool:
+def is_whole(folder: Path) -> bool:
+    """Tell whether every file of a checkpoint's folder matches its manifest."""
     try:
         verify_checkpoint(folder)
     except (CorruptCheckpointError, IncompatibleFormatError):

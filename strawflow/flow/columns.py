@@ -85,10 +85,3 @@ def lists(values: Sequence[np.ndarray[Any, Any]], dtype: pa.DataType, begins: pa
         dtype.value_type, len(flat), [None, pa.py_buffer(np.ascontiguousarray(flat))]
     )
     return pa.Array.from_buffers(dtype, num_lists, [None, begins], children=[child])
-
-
-def lists_or_null(values: Sequence[np.ndarray[Any, Any] | None], dtype: pa.DataType) -> pa.Array:
-    """Return one list of numbers per row, where None is null."""
-    if all(value is None for value in values):
-        return constant(None, dtype, len(values))
-    return pa.array(values, dtype)

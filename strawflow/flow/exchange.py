@@ -217,7 +217,7 @@ class Exchange:
                 parked=tuple(p.unit_id for p in s.parked if p.unit_id in parked),
                 failed={f.unit_id: failed[f.unit_id] for f in s.failures if f.unit_id in failed},
                 released=tuple(unit_id for unit_id, _ in s.released if unit_id in released),
-                lost=tuple(unit_id for unit_id in s.unit_ids() if unit_id not in settled),
+                lost=tuple(unit_id for unit_id in s.unit_ids if unit_id not in settled),
                 granted=granted.get(part.submission_id, ()),
             )
             for part in parts

@@ -20,6 +20,7 @@ from strawflow.errors import CorruptCheckpointError, IncompatibleFormatError
 from strawflow.flow import journal_choice as choice
 from strawflow.flow.admit import HELD_OUT, evaluation_of
 from strawflow.flow.assemble import NO_DIGEST
+from strawflow.flow.checkpoint_folder import is_whole
 from strawflow.flow.found_packs import FoundPacks, Loss
 from strawflow.flow.journal import EntryKind, ExtentRef, StoredEntry
 from strawflow.flow.journal_choice import Line, Manifest, PlanChain
@@ -320,9 +321,7 @@ class Lines:
         for manifest in choice.manifests_by_preference(self.manifests, line, resumed):
             if manifest.step in by_step or manifest.step > position:
                 continue
-            try:
-                verify_checkpoint(self.packs.root / manifest.path)
-            except (CorruptCheckpointError, IncompatibleFormatError):
+            if not is_whole(self.packs.root / manifest.path):
                 continue  # its folder is kept all the same, and the sweep says so
             by_step[manifest.step] = manifest.fence, _of_manifest(manifest)
 

@@ -201,13 +201,9 @@ class FoundPacks:
     def missing(self) -> list[Loss]:
         """Return what is missing of the packs that the index names now, by their sizes; quarantine is known and left out."""
         return [
-            Loss(
-                "pack",
-                end.path,
-                f"{end.num_extents} named extents reach to byte {end.end}, the file to {size}",
-            )
+            Loss("pack", end.path, what)
             for end in liveness.pack_ends(self.connection)
-            if (size := self._sizes.get(end.path, 0)) < end.end
+            if (what := end.what_is_missing(self._sizes.get(end.path, 0)))
         ]
 
     def drop_superseded(self) -> None:

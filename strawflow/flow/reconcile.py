@@ -29,14 +29,9 @@ def reconcile(run: Run, *, accepts: bool = False, accepts_missing: bool = False)
         ends = liveness.pack_ends(connection)
         known = liveness.known_paths(connection, sizes)
     items = [
-        Item(
-            MISSING,
-            end.path,
-            f"{end.num_extents} named extents reach to byte {end.end}, the file to {size}",
-            0,
-        )
+        Item(MISSING, end.path, what, 0)
         for end in ends
-        if (size := sizes.get(end.path, 0)) < end.end
+        if (what := end.what_is_missing(sizes.get(end.path, 0)))
     ]
     num_missing = len(items)
     items += [

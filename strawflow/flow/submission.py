@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,9 @@ class Submission:
     released: Sequence[Key] = ()
     wanted: Wanted | None = None
 
+    @cached_property
     def unit_ids(self) -> list[int]:
+        """Every unit it settles, in the order results, parked, failures, released."""
         settled = [r.unit_id for r in self.results] + [p.unit_id for p in self.parked]
         return settled + [f.unit_id for f in self.failures] + [unit_id for unit_id, _ in self.released]
 
@@ -43,7 +46,7 @@ class Submission:
             result.check()
         for progress in self.parked:
             progress.check(is_parked=True)
-        settled = self.unit_ids()
+        settled = self.unit_ids
         if len(set(settled)) != len(settled):
             raise InvalidInputError("one submission settles a unit twice", submission_id=self.submission_id)
 

@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 
 from strawflow.config import SamplingProfile
 from strawflow.errors import CorruptPackError, InvalidInputError
-from strawflow.flow.columns import constant, lists, lists_or_null, maybe, numbers, offsets, same
+from strawflow.flow.columns import constant, lists, maybe, numbers, offsets, same
 from strawflow.records import schema_of
 
 NOT_SAMPLED = -1
@@ -186,7 +186,7 @@ def to_record_batch(results: Sequence[UnitResult], *, kind: str = "trajectory") 
         "response_tokens": lambda t: lists([m.token_array for m in members], t, responses),
         "loss_mask": lambda t: constant(None, t, num),
         "logprobs": lambda t: lists([m.logprob_array for m in members], t, responses),
-        "token_versions": lambda t: lists_or_null([m.version_places for m in members], t),
+        "token_versions": lambda t: maybe([m.version_places for m in members], t),
         "weight_versions": lambda t: same([m.versions for m in members], t),
         "reward": lambda t: maybe([m.reward for m in members], t),
         "score": lambda t: maybe([m.score for m in members], t),
@@ -223,11 +223,7 @@ class _UnitColumns:
 
     def shared(self, get: Callable[[UnitResult], Any], dtype: pa.DataType) -> pa.Array:
         """Return a column that is nearly always the same value in every row."""
-        values = [get(r) for r in self._results]
-        first = values[0]
-        if all(value == first for value in values):
-            return constant(first, dtype, sum(self._counts))
-        return pa.array(self.spread(values), dtype)
+        return same(self.spread([get(r) for r in self._results]), dtype)
 
 
 def with_every_token(rows: pa.RecordBatch) -> pa.RecordBatch:

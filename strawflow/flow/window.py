@@ -32,6 +32,12 @@ _MAX_PAUSE = 64
 """Windows without a wait after waits in vain."""
 
 
+def _held_lock() -> Any:
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
+
+
 @dataclass(eq=False)
 class Part:
     """One caller's share of a window; settled once it has an answer or an error."""
@@ -41,8 +47,11 @@ class Part:
     digest: bytes
     answer: Answer | None = None
     error: BaseException | None = None
-    unit_ids: list[int] = field(default_factory=list)
-    wakeup: Any = field(default_factory=lambda: _held_lock())
+    wakeup: Any = field(default_factory=_held_lock)
+
+    @property
+    def unit_ids(self) -> list[int]:
+        return self.submission.unit_ids
 
     @property
     def is_unnamed(self) -> bool:
@@ -52,12 +61,6 @@ class Part:
     @property
     def is_settled(self) -> bool:
         return self.answer is not None or self.error is not None
-
-
-def _held_lock() -> Any:
-    lock = threading.Lock()
-    lock.acquire()
-    return lock
 
 
 class Line:
@@ -76,7 +79,6 @@ class Line:
 
     def settle(self, part: Part) -> None:
         """Return once the part is settled, by this caller or by another."""
-        part.unit_ids = part.submission.unit_ids()
         try:
             if self._enter(part):
                 self._lead(part)
@@ -130,9 +132,9 @@ class Line:
                 self._waiting.remove(part)
             if self._leader is part:
                 self._is_gathering = False
-            for other in self._window if self._leader is part else ():
-                if not other.is_settled:
-                    other.error = error if other is part else _unknown_after(error)
+                for other in self._window:
+                    if not other.is_settled:
+                        other.error = error if other is part else _unknown_after(error)
         self._finish(part, 0.0)
 
     def _gather(self, own: Part) -> None:
@@ -204,9 +206,8 @@ class _Company:
 
 
 def _wake(part: Part) -> None:
-    if (
-        part.wakeup.locked()
-    ):  # also while its caller does something else: it is then woken for nothing, or never asks
+    # It may be locked while its caller does something else, which is then woken for nothing, or never asks.
+    if part.wakeup.locked():
         part.wakeup.release()
 
 

@@ -25,7 +25,7 @@ from strawflow.index import tables as t
 from strawflow.index.engine import insert_unless_there, lock_rows
 from strawflow.index.leases import FENCES_PER_INCARNATION
 from strawflow.index.prepared import Prepared, Transaction, rows_value
-from strawflow.index.units import COLUMN_NAMES, COLUMNS, Unit, to_unit
+from strawflow.index.units import COLUMN_NAMES, COLUMNS, OFFER_SELECTED, WHO_WANT_IT, Unit, to_unit
 from strawflow.states import SessionState
 
 
@@ -157,25 +157,17 @@ def require_role(connection: Connection, role: Role) -> None:
         )
 
 
-_WANTS = "',' || consumers.purposes || ',' LIKE '%,' || units.purpose || ',%'"
 _OFFER = Prepared(
-    "INSERT INTO offers (branch_id, consumer, purpose, version_step, unit_id) "
-    "SELECT units.branch_id, consumers.consumer, units.purpose, units.version_step, units.unit_id "
-    "FROM {each} JOIN units ON units.unit_id = CAST(r.value AS BIGINT) "
-    f"JOIN consumers ON consumers.branch_id = units.branch_id AND {_WANTS}"
+    f"{OFFER_SELECTED} FROM {{each}} JOIN units ON units.unit_id = CAST(r.value AS BIGINT) {WHO_WANT_IT}"
 )
 _OFFER_ALL = Prepared(
-    "INSERT INTO offers (branch_id, consumer, purpose, version_step, unit_id) "
-    "SELECT units.branch_id, consumers.consumer, units.purpose, units.version_step, units.unit_id "
-    f"FROM units JOIN consumers ON consumers.branch_id = units.branch_id AND {_WANTS} "
+    f"{OFFER_SELECTED} FROM units {WHO_WANT_IT} "
     "WHERE units.branch_id = :branch_id AND consumers.consumer = :consumer AND units.state = 'completed' "
     "AND NOT EXISTS (SELECT 1 FROM quarantine WHERE quarantine.extent_id = units.extent_id)"
 )
 _OFFER_AFTER_ALL = Prepared(
-    "INSERT INTO offers (branch_id, consumer, purpose, version_step, unit_id) "
-    "SELECT units.branch_id, consumers.consumer, units.purpose, units.version_step, units.unit_id "
-    "FROM {each} JOIN units ON units.extent_id = CAST(r.value AS BIGINT) "
-    f"JOIN consumers ON consumers.branch_id = units.branch_id AND {_WANTS} WHERE units.state = 'completed' "
+    f"{OFFER_SELECTED} FROM {{each}} JOIN units ON units.extent_id = CAST(r.value AS BIGINT) {WHO_WANT_IT} "
+    "WHERE units.state = 'completed' "
     "AND NOT EXISTS (SELECT 1 FROM offers AS o WHERE o.unit_id = units.unit_id AND o.consumer = consumers.consumer) "
     "AND NOT EXISTS (SELECT 1 FROM assignments AS a WHERE a.unit_id = units.unit_id "
     "AND a.consumer = consumers.consumer)"

@@ -213,6 +213,12 @@ class PackEnd:
     num_extents: int
     end: int
 
+    def what_is_missing(self, size: int) -> str | None:
+        """Return what a file of `size` bytes (0: there is none) lacks of them; None when it holds all."""
+        if size >= self.end:
+            return None
+        return f"{self.num_extents} named extents reach to byte {self.end}, the file to {size}"
+
 
 def pack_ends(connection: Connection) -> list[PackEnd]:
     """Return for each pack that is not condemned up to which byte its extents reach, those in quarantine apart."""

@@ -79,7 +79,7 @@ _HOLD = Prepared("SELECT state FROM sessions WHERE session_id = :session_id {loc
 
 def hold(transaction: Transaction, session_id: str) -> None:
     """Wait until no other transaction holds or shares the session's row, and keep it so until this one ends."""
-    _HOLD.rows(transaction, session_id=session_id)
+    _HOLD.hold(transaction, session_id=session_id)
 
 
 def require_live(transaction: Transaction, session_id: str) -> None:

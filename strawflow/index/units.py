@@ -255,11 +255,17 @@ def taken_over(connection: Connection, branch_id: str) -> dict[tuple[int, int], 
 
 _ADMITTED = ("purpose", "profile", "segment_id", "epoch", "position")
 _RESULT = ("extent_id", "row_start", "row_count", "version_step", "mean_reward", "num_tokens")
-_OFFER_CARRIED = Prepared(
+OFFER_SELECTED = (
     "INSERT INTO offers (branch_id, consumer, purpose, version_step, unit_id) "
     "SELECT units.branch_id, consumers.consumer, units.purpose, units.version_step, units.unit_id "
-    "FROM units JOIN consumers ON consumers.branch_id = units.branch_id "
+)
+"""How a statement begins that puts units before consumers; its FROM joins both."""
+WHO_WANT_IT = (
+    "JOIN consumers ON consumers.branch_id = units.branch_id "
     "AND ',' || consumers.purposes || ',' LIKE '%,' || units.purpose || ',%' "
+)
+_OFFER_CARRIED = Prepared(
+    f"{OFFER_SELECTED} FROM units {WHO_WANT_IT} "
     "WHERE units.branch_id = :branch_id AND units.state = 'completed' AND NOT EXISTS (SELECT 1 FROM assignments "
     "WHERE assignments.unit_id = units.unit_id AND assignments.branch_id = units.branch_id "
     "AND assignments.consumer = consumers.consumer AND assignments.epoch = units.epoch)"

@@ -75,8 +75,6 @@ def test_who_comes_while_a_window_is_in_flight_shares_the_next() -> None:
 def test_two_submissions_about_one_unit_or_with_one_id_never_share_a_window() -> None:
     line = Line(answering([]))
     line._waiting = [part(1), part(2), part(1), part(3, submission_id="a"), part(4, submission_id="a")]
-    for each in line._waiting:
-        each.unit_ids = each.submission.unit_ids()
     assert [p.unit_ids for p in line._take_window()] == [[1], [2], [3]]
     assert [p.unit_ids for p in line._take_window()] == [[1], [4]]
 
@@ -84,8 +82,6 @@ def test_two_submissions_about_one_unit_or_with_one_id_never_share_a_window() ->
 def test_a_window_holds_no_more_units_than_a_transaction_should_but_one_submission_may_hold_more() -> None:
     line = Line(answering([]))
     line._waiting = [part(*range(MAX_UNITS + 1)), part(10**6), part(10**6 + 1)]
-    for each in line._waiting:
-        each.unit_ids = each.submission.unit_ids()
     assert [len(p.unit_ids) for p in line._take_window()] == [MAX_UNITS + 1]
     assert line._is_gathered()  # by callers: two of the one that are expected
     assert [len(p.unit_ids) for p in line._take_window()] == [1, 1]
@@ -142,7 +138,6 @@ def test_what_settling_raises_is_the_answer_of_all_who_have_none() -> None:
     first, second = part(1), part(2)
     line._waiting = [second]
     line._company.size = 1
-    second.unit_ids = [2]
     line.settle(first)
     # The second came first, so it is at the head of the window.
     assert (second.answer, second.error) == (Answer(), None)
