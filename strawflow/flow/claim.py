@@ -69,7 +69,7 @@ class PromptShelf:
     def __init__(self, session: WorkerSession) -> None:
         self._session = session
         self._places: dict[int, list[tuple[int, int]]] = {}
-        self._columns: dict[int, list[pa.Array]] = {}
+        self._prompts: dict[int, list[Prompt]] = {}
         self.profiles = session.run.config.profiles()
 
     def read(self, segment_id: int, position: int) -> Prompt:
@@ -80,18 +80,20 @@ class PromptShelf:
             self._places[segment_id] = places
         at = bisect_right(places, position, key=lambda place: place[0]) - 1
         first_row, extent_id = places[at]
-        return Prompt(*(column[position - first_row].as_py() for column in self._extent(extent_id)))
+        return self._extent(extent_id)[position - first_row]
 
-    def _extent(self, extent_id: int) -> list[pa.Array]:
-        columns = self._columns.get(extent_id)
-        if columns is None:
-            if len(self._columns) >= 64:  # a few MiB each: bounded, and epoch order comes back to them anyway
-                self._columns.clear()
+    def _extent(self, extent_id: int) -> list[Prompt]:
+        prompts = self._prompts.get(extent_id)
+        if prompts is None:
+            if len(self._prompts) >= 64:  # a few MiB each: bounded, and epoch order comes back to them anyway
+                self._prompts.clear()
             with self._session.run.index.read() as connection:
                 extent = packs.find_extents(connection, [extent_id])[extent_id]
             rows = read_extent(self._session.run, self._session.reader, extent)
-            columns = self._columns[extent_id] = [rows.column(name) for name in Prompt.__dataclass_fields__]
-        return columns
+            # All at once: taken out of Arrow one by one they cost as much as the rest of a grant.
+            columns = (rows.column(name).to_pylist() for name in Prompt.__dataclass_fields__)
+            prompts = self._prompts[extent_id] = [Prompt(*row) for row in zip(*columns, strict=True)]
+        return prompts
 
 
 def claim(
