@@ -8,6 +8,7 @@
 4. `direct()` is `begin()` without SQLAlchemy between: for the statements of index.prepared, on connections of its own,
    as many as were ever in use at once.
 5. An index belongs to the process that opened it: one inherited over a fork is refused, not corrupted.
+6. An SQLite file that was moved away, or replaced, under an open index is noticed by the next transaction.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from strawflow.errors import (
     CommitUnknownError,
     CorruptPackError,
     IncompatibleFormatError,
+    InvalidInputError,
     NotFoundError,
     StorageError,
 )
@@ -58,6 +60,11 @@ class Index:
         self.url = url
         self._engine = _make_engine(url, durability=durability, idle_transaction_s=idle_transaction_s)
         self._pid = os.getpid()
+        parts = make_url(url)
+        self._file = parts.database if parts.get_backend_name() == "sqlite" else None
+        self._file_id: tuple[int, int] | None = None
+        if self._file is not None:
+            event.listen(self._engine, "connect", self._learn_file)
         self._idle: list[Any] = []
         self._idle_lock = threading.Lock()
 
@@ -74,6 +81,7 @@ class Index:
             CommitUnknownError: the commit itself was not answered: repeat with the same submission id, or read back.
         """
         self.require_own_process()
+        self._require_same_file()
         is_committing = False
         try:
             with self._told_as_storage_error(), self._engine.begin() as connection:
@@ -93,6 +101,7 @@ class Index:
             CommitUnknownError: the commit itself was not answered.
         """
         self.require_own_process()
+        self._require_same_file()
         is_committing = False
         try:
             with self._told_as_storage_error():
@@ -150,6 +159,34 @@ class Index:
                 f"this index was opened by process {self._pid}; a forked process must open the run again"
             )
 
+    def _require_same_file(self) -> None:
+        """Raise StorageError once another SQLite file, or none, stands in the place of the one that was opened.
+
+        What is open goes on taking writes that nobody will see, and a new connection would see another index than those
+        before it. One look costs two microseconds.
+        """
+        if self._file is None:
+            return
+        if self._file_id is None:  # nothing is open yet
+            return
+        try:
+            found = os.stat(self._file)
+        except FileNotFoundError:
+            raise StorageError(
+                f"the index {self._file} was moved or removed while it was open: nothing more is written to it; open the run "
+                "again once it is back"
+            ) from None
+        if self._file_id != (found.st_dev, found.st_ino):
+            raise StorageError(
+                f"another file stands in the place of the index {self._file} than was opened: nothing more is written to the "
+                "old one; open the run again"
+            )
+
+    def _learn_file(self, *_: Any) -> None:
+        if self._file_id is None and self._file is not None:
+            found = os.stat(self._file)
+            self._file_id = found.st_dev, found.st_ino
+
     @contextmanager
     def read(self) -> Iterator[Connection]:
         """Open a read-only view: on SQLite all its statements see one snapshot, on PostgreSQL each its own.
@@ -158,6 +195,7 @@ class Index:
             StorageError: the database could not be reached or ended the connection.
         """
         self.require_own_process()
+        self._require_same_file()
         with self._told_as_storage_error(), self._engine.connect() as connection:
             connection.execution_options(reading=True)
             connection.begin()  # a prepared statement that comes first would run before SQLAlchemy begins by itself
@@ -168,12 +206,17 @@ class Index:
         try:
             yield
         except DBAPIError as error:
-            if isinstance(error, sa.exc.OperationalError) or error.connection_invalidated:
-                raise StorageError(f"the index did not answer: {error.orig}", url=self.shown_url) from error
-            if type(error) is sa.exc.DatabaseError:  # SQLite's word for a file that is damaged or no database
-                raise CorruptPackError(
-                    f"the index cannot be read: {error.orig}", url=self.shown_url
+            what = " ".join(str(error.orig).split())  # PostgreSQL tells some in several lines
+            # InternalError: PostgreSQL refuses in this state, as a standby does that takes no writes yet.
+            refused = isinstance(error, sa.exc.OperationalError | sa.exc.InternalError)
+            if refused or error.connection_invalidated:
+                raise StorageError(f"the index did not answer: {what}", url=self.shown_url) from error
+            if isinstance(error, sa.exc.DataError):  # PostgreSQL: NUL in a text, a number out of its range
+                raise InvalidInputError(
+                    f"the index takes no such value: {what}; nothing changed", url=self.shown_url
                 ) from error
+            if type(error) is sa.exc.DatabaseError:  # SQLite's word for a file that is damaged or no database
+                raise CorruptPackError(f"the index cannot be read: {what}", url=self.shown_url) from error
             raise
 
     @property
