@@ -170,7 +170,9 @@ def _commit(
         num_moved = liveness.move_extents(
             connection, target.pack_id, [(old, new) for old, new in moved if old.pack_id in kept]
         )
-        packs.seal(connection, target.pack_id, num_bytes=target.length, num_rows=target.num_rows)
+        packs.seal(
+            connection, target.pack_id, path=target.path, num_bytes=target.length, num_rows=target.num_rows
+        )
         condemned = {pack_id for pack_id in sorted(kept) if packs.condemn(connection, pack_id)}
         events.record(
             connection,

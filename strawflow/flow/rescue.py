@@ -114,7 +114,13 @@ def _recover(session: WorkerSession, pack: Pack) -> bool:
         for damaged in corrupt:
             quarantine.add(connection, damaged.extent.extent_id, reason="damaged when its pack was recovered")
         if target is not None:
-            packs.seal(connection, target.pack_id, num_bytes=target.length, num_rows=target.num_rows)
+            packs.seal(
+                connection,
+                target.pack_id,
+                path=target.path,
+                num_bytes=target.length,
+                num_rows=target.num_rows,
+            )
         # Not while something is left in it, or it is pinned.
         is_condemned = packs.condemn(connection, pack.pack_id)
         events.record(

@@ -149,4 +149,10 @@ class WorkerSession:
 
     def _seal_pack(self, sealed: PackSealed) -> None:
         with self.run.index.begin() as connection:
-            packs.seal(connection, sealed.pack_id, num_bytes=sealed.length, num_rows=sealed.num_rows)
+            packs.seal(
+                connection,
+                sealed.pack_id,
+                path=sealed.path,
+                num_bytes=sealed.length,
+                num_rows=sealed.num_rows,
+            )

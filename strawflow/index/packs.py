@@ -52,11 +52,15 @@ def create(connection: Connection, *, kind: str, path: str, session_id: str) -> 
     )
 
 
-def seal(connection: Connection, pack_id: int, *, num_bytes: int, num_rows: int) -> bool:
-    """Move an open pack to sealed; False if it was not open."""
+def seal(connection: Connection, pack_id: int, *, path: str, num_bytes: int, num_rows: int) -> bool:
+    """Move an open pack to sealed; False if it was not open.
+
+    By its path as well: a path is used once for ever, while an id may be another pack's since a restore or rebuild that
+    the writer slept through.
+    """
     done = connection.execute(
         sa.update(t.packs)
-        .where(t.packs.c.pack_id == pack_id, t.packs.c.state == PackState.OPEN)
+        .where(t.packs.c.pack_id == pack_id, t.packs.c.path == path, t.packs.c.state == PackState.OPEN)
         .values(state=PackState.SEALED, num_bytes=num_bytes, num_rows=num_rows, sealed_at=now(connection))
     )
     return bool(done.rowcount)

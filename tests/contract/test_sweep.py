@@ -92,8 +92,18 @@ def sealed_empty_pack(run: Run, session: WorkerSession) -> int:
     with run.index.begin() as connection:
         path = f"packs/plan/{new_id('empty')}.arrow"
         pack_id = packs.create(connection, kind="plan", path=path, session_id=session.session_id)
-        packs.seal(connection, pack_id, num_bytes=1, num_rows=0)
+        packs.seal(connection, pack_id, path=path, num_bytes=1, num_rows=0)
     return pack_id
+
+
+def test_a_writer_that_slept_through_a_restore_seals_no_pack_of_another(small: SmallRun) -> None:
+    session = small.session("rollout")
+    path = f"packs/plan/{new_id('now')}.arrow"
+    with small.run.index.begin() as connection:
+        pack_id = packs.create(connection, kind="plan", path=path, session_id=session.session_id)
+        # Its own pack had this id in the index of before.
+        assert not packs.seal(connection, pack_id, path="packs/plan/before.arrow", num_bytes=1, num_rows=0)
+    assert state_of(small.run, path) is PackState.OPEN
 
 
 # ---- what goes
