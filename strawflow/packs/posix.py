@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -45,10 +46,16 @@ class PosixPlace:
         for directory, _, names in os.walk(self._root / folder):
             for name in names:
                 place = Path(directory, name)
+                path = str(place.relative_to(self._root))
                 try:
-                    found[str(place.relative_to(self._root))] = place.stat().st_size
+                    path.encode()
+                    told = place.stat()
+                except UnicodeEncodeError:
+                    continue  # bytes that are no UTF-8: not written by us, and no text for an index
                 except FileNotFoundError:
                     continue  # removed since it was listed
+                if stat.S_ISREG(told.st_mode):  # opening a pipe would wait for ever
+                    found[path] = told.st_size
         return found
 
     def remove(self, path: str) -> None:

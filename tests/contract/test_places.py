@@ -494,3 +494,13 @@ def test_opening_a_folder_imports_no_object_store() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True
     )
     assert done.stdout.strip() == "[]"
+
+
+def test_a_folder_tells_of_no_file_that_cannot_be_a_pack(tmp_path: Path) -> None:
+    folder = tmp_path / "packs" / "plan"
+    folder.mkdir(parents=True)
+    (folder / "a.arrow").write_bytes(b"abc")
+    (folder / os.fsdecode(b"\xff.arrow")).write_bytes(b"not a name")
+    (folder / "gone.arrow").symlink_to(tmp_path / "nowhere")
+    os.mkfifo(folder / "pipe.arrow")
+    assert open_place(tmp_path).sizes("packs") == {"packs/plan/a.arrow": 3}
