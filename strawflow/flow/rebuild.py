@@ -18,6 +18,7 @@ from strawflow import faults
 from strawflow.errors import AlreadyExistsError
 from strawflow.flow.index_place import SWEEP_BLOCKED, Found, Target, fill, look
 from strawflow.flow.reconstruct import Reconstruction, begin_incarnation, reconstruct
+from strawflow.flow.run import RUN_ID, identity_of
 from strawflow.index import events, meta, reconstruction
 from strawflow.index.engine import Connection
 
@@ -88,6 +89,8 @@ def _pour(connection: Connection, target: Target, *, here: int, lossy: bool, reh
     incarnation = meta.raise_incarnation(connection, above=max(here, rebuilt.incarnation))
     if not rehearse:
         begin_incarnation(connection, target.root, target.config, incarnation)
+    if identity := identity_of(target.root):
+        meta.put(connection, RUN_ID, identity)
     meta.put(
         connection,
         SWEEP_BLOCKED,

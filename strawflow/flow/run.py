@@ -19,10 +19,10 @@ from pathlib import Path
 
 from strawflow import config as configuration
 from strawflow.config import RunConfig
-from strawflow.errors import AlreadyExistsError, ConfigError, NotFoundError
+from strawflow.errors import AlreadyExistsError, ConfigError, ConflictError, NotFoundError
 from strawflow.ids import new_id
-from strawflow.index import branches, consumers, meta, migrate
-from strawflow.index.engine import Index
+from strawflow.index import branches, consumers, dump, meta, migrate
+from strawflow.index.engine import REVISION, Index
 from strawflow.packs.probe import durability_of
 from strawflow.packs.sync import sync_path
 
@@ -33,6 +33,8 @@ ACTIVE_BRANCH = "branch"
 CONFIG_FILE = "config.json"
 INDEX_FILE = "index.sqlite"
 IDENTITY_FILE = "run.id"
+RUN_ID = "run_id"
+"""Key of the note that says whose index this is; absent in one made before it was kept."""
 
 
 @dataclass(frozen=True)
@@ -69,10 +71,12 @@ def create_run(
     `fresh` removes a run that is there; `files` (name to content) are written before config.json.
 
     Raises:
-        AlreadyExistsError: the folder holds a run (or anything else) and `fresh` is not set.
+        AlreadyExistsError: the folder holds a run (or anything else) and `fresh` is not set, or run.index_url names a
+            database that holds a run's index: `fresh` removes no database.
         ConfigError: the file system cannot keep the durability the configuration claims.
     """
     root = root.resolve()
+    _refuse_filled_database(config)
     if root.exists() and any(root.iterdir()):
         _make_room(root, fresh=fresh)
     for folder in ("packs", "weights", "checkpoints", "logs"):
@@ -80,11 +84,13 @@ def create_run(
     refuse_unkeepable_durability(root, config)
     index = open_index(root, config)
     migrate.upgrade(index)
+    identity = new_id("run")
     with index.begin() as connection:
         branches.create(connection, MAIN_BRANCH)
         consumers.ensure(connection, MAIN_BRANCH, TRAINER)
+        meta.put(connection, RUN_ID, identity)
     index.expire_after_reboot()
-    write_durably(root / IDENTITY_FILE, new_id("run").encode())
+    write_durably(root / IDENTITY_FILE, identity.encode())
     for name, content in (files or {}).items():
         write_durably(root / name, content)
     write_durably(root / CONFIG_FILE, configuration.to_json(config).encode())
@@ -97,6 +103,7 @@ def open_run(root: Path) -> Run:
     Raises:
         NotFoundError: the folder is no run.
         IncompatibleFormatError: its index is of another revision.
+        ConflictError: its index is that of another run.
         ConfigError: its SQLite index lies on a network file system.
     """
     root = root.resolve()
@@ -114,6 +121,16 @@ def open_run(root: Path) -> Run:
     index.expire_after_reboot()
     with index.read() as connection:
         branch = meta.find(connection, ACTIVE_BRANCH) or MAIN_BRANCH
+        owner = meta.find(connection, RUN_ID)
+    identity = identity_of(root)
+    if owner and identity and owner != identity:
+        index.close()
+        # A sweep by it would take every pack of this run for one that nothing names.
+        raise ConflictError(
+            f"the index of {root} is that of another run ({owner}, not {identity}): nothing was done; put the run's own "
+            "index back, `strawflow index restore` and `rebuild` help",
+            url=index.shown_url,
+        )
     return Run(root, config, index, branch)
 
 
@@ -170,6 +187,26 @@ def write_durably(path: Path, content: bytes) -> None:
         os.fsync(sink.fileno())
     temporary.rename(path)
     sync_path(path.parent)
+
+
+def _refuse_filled_database(config: RunConfig) -> None:
+    """Raise AlreadyExistsError when the run is to use a database of its own choice that holds an index."""
+    if not config.run.index_url:
+        return
+    if (file := dump.sqlite_file(config.run.index_url)) is not None and not file.exists():
+        return
+    index = Index(config.run.index_url, durability=config.run.durability)
+    try:
+        with index.read() as connection:
+            found = dump.revision(connection)
+            is_filled = found is not None and (found != REVISION or bool(branches.listed(connection)))
+    finally:
+        index.close()
+    if is_filled:
+        raise AlreadyExistsError(
+            f"run.index_url {index.shown_url} holds the index of a run already, and --fresh removes no database: name "
+            "another one, or empty it first; nothing was changed"
+        )
 
 
 def _make_room(root: Path, *, fresh: bool) -> None:
