@@ -97,14 +97,22 @@ class Consumer:
         weights first, once `at_least` (default: all of them) wait; `wait_s` seconds at most are waited for them.
 
         Raises:
+            InvalidInputError: a number is below 1, or more groups are awaited than a batch takes.
             LeaseLostError: another process took the name over; stop.
             CorruptPackError: stored bytes do not match their checksum.
         """
+        at_least = num_groups if at_least is None else at_least
+        if (
+            not 1 <= at_least <= num_groups
+        ):  # below 1 a batch of nothing, or (SQL's -1) of all there is, would be planned
+            raise InvalidInputError(
+                f"at_least={at_least} of num_groups={num_groups}: 1 <= at_least <= num_groups must hold"
+            )
 
         def look() -> Batch | None:
             self._session.mark_progress()
             self._session.require_live()
-            return self._planned() or self._plan(num_groups, num_groups if at_least is None else at_least)
+            return self._planned() or self._plan(num_groups, at_least)
 
         batch = clock.look_until_found(look, wait_s=wait_s)
         if batch is not None:
@@ -118,6 +126,7 @@ class Consumer:
             LeaseLostError: another process took the name over; nothing changed.
             ConflictError: the step is not one of the batches handed out.
         """
+        self._session.mark_progress()
         step = self._require_handed_out(step)
         by_reference.advance(self._session, self._role, expected=self._position, step=step)
         self._position = step
@@ -144,6 +153,7 @@ class Consumer:
             LeaseLostError: another process took the name over; the files stay unnamed.
             NotFoundError: the folder is empty.
         """
+        self._session.mark_progress()
         step = self._require_handed_out(step)
         stands_for = consume.stands_for(self._run, self._role, step=step)
         folder = self._run.root / consume.checkpoint_path(self._role, step)
@@ -177,6 +187,10 @@ class Consumer:
             self._session, self._role, step=step, version_id=version_id, digest=digest
         )
         return version_id
+
+    def mark_progress(self) -> None:
+        """Tell the heartbeat that the work goes on; needed only when no batch is asked for in ten minutes."""
+        self._session.mark_progress()
 
     def close(self) -> None:
         """Give the name back."""

@@ -14,12 +14,19 @@ from dataclasses import dataclass
 from urllib.parse import quote
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,39}")
+_SESSION_KIND = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+SESSION_KIND_RULE = "use up to 64 of A-Z, a-z, 0-9, '.', - and _, beginning with a letter or digit"
 NAME_RULE = "use up to 40 of a-z, 0-9, - and _, beginning with a letter or digit"
 
 
 def is_name(text: str) -> bool:
     """Tell whether a branch or a consumer may be called so."""
     return _NAME.fullmatch(text) is not None
+
+
+def is_session_kind(text: str) -> bool:
+    """Tell whether worker sessions may be called so: their packs' file names begin with it."""
+    return _SESSION_KIND.fullmatch(text) is not None
 
 
 def new_id(prefix: str) -> str:

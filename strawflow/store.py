@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+import threading
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -19,7 +20,7 @@ from typing import Any
 
 from strawflow import config as configuration
 from strawflow.consumer import Consumer
-from strawflow.errors import InvalidInputError
+from strawflow.errors import InvalidInputError, LeaseLostError
 from strawflow.flow import admit, rescue
 from strawflow.flow.enqueue import EnqueueRequest, enqueue
 from strawflow.flow.run import Run, create_run, open_run
@@ -71,6 +72,7 @@ class Store:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._session: WorkerSession | None = None
+        self._lock = threading.Lock()
 
     @property
     def run(self) -> Run:
@@ -102,12 +104,16 @@ class Store:
         groups, so none is admitted twice or left out.
 
         Raises:
-            InvalidInputError: the count is negative, or nothing was enqueued to the dataset.
+            InvalidInputError: the count is no whole number from 0 to a million, or nothing was enqueued to the dataset.
         """
         return admit.admit_more(self._writer(), count=count, dataset_id=dataset)
 
     def worker(self, name: str = "worker") -> Worker:
-        """Start a worker session: a producer that leases and completes prompt groups."""
+        """Start a worker session: a producer that leases and completes prompt groups.
+
+        Raises:
+            InvalidInputError: the name cannot begin file names.
+        """
         return Worker(self._run, name)
 
     def consumer(
@@ -153,17 +159,45 @@ class Store:
         return enqueue(self._writer(), EnqueueRequest(dataset, "train", source, keys)).num_added
 
     def _writer(self) -> WorkerSession:
-        """Return the session of this store's own writes, started by the first of them."""
+        """Return the session of this store's own writes, started by the first of them.
+
+        One that was lost, as a program's is that made no call for long or was stopped, is replaced: it held nothing.
+        """
         self._run.index.require_own_process()
-        if self._session is None:
-            self._session = WorkerSession(self._run, "store")
-        self._session.mark_progress()
-        return self._session
+        with self._lock:  # two of them would leave one whose heartbeat nobody ends
+            if self._session is not None:
+                self._give_up_if_lost(self._session)
+            if self._session is None:
+                self._session = WorkerSession(self._run, "store")
+            self._session.mark_progress()
+            return self._session
+
+    def _give_up_if_lost(self, session: WorkerSession) -> None:
+        try:
+            session.require_live()
+        except LeaseLostError as error:
+            session.__exit__(type(error), error, None)
+            rescue.give_up(
+                session, reason="its heartbeat had stopped; the store went on with another session"
+            )
+            self._session = None
 
 
 def _line(row: Mapping[str, Any], number: int) -> str:
+    if not isinstance(row, Mapping):
+        raise InvalidInputError(
+            f"row {number} is {type(row).__name__}, not a mapping with prompt, label and metadata"
+        )
     unknown = row.keys() - set(_ROW_KEYS)
     if unknown or "prompt" not in row:
         what = f"has unknown fields {sorted(unknown)}" if unknown else "has no prompt"
         raise InvalidInputError(f"row {number} {what}; rows have prompt and, if wanted, label and metadata")
-    return json.dumps({name: row.get(name) for name in _ROW_KEYS}, ensure_ascii=False) + "\n"
+    try:
+        line = json.dumps({name: row.get(name) for name in _ROW_KEYS}, ensure_ascii=False) + "\n"
+        line.encode()
+    except (
+        TypeError,
+        ValueError,
+    ) as error:  # no JSON value; half of a surrogate pair; a value that holds itself
+        raise InvalidInputError(f"row {number} cannot be stored as JSON: {error}") from None
+    return line

@@ -14,12 +14,14 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from strawflow import clock
+from strawflow.errors import InvalidInputError
 from strawflow.flow import claim as claiming
 from strawflow.flow.claim import Grant, PromptShelf, grants_of
 from strawflow.flow.run import Run
 from strawflow.flow.session import WorkerSession
 from strawflow.flow.submission import Answer, Submission
 from strawflow.flow.trajectory import UnitResult
+from strawflow.ids import SESSION_KIND_RULE, is_session_kind
 from strawflow.index.leases import Failure, Wanted
 from strawflow.states import UnitState
 
@@ -38,6 +40,8 @@ class Worker:
     """Leases and completes prompt groups; made by `Store.worker`. Use as a context manager."""
 
     def __init__(self, run: Run, name: str) -> None:
+        if not is_session_kind(name):  # before the session has a row
+            raise InvalidInputError(f"worker name {name!r}: {SESSION_KIND_RULE}")
         self._session = WorkerSession(run, name)
         self._shelf = PromptShelf(self._session)
 

@@ -35,6 +35,8 @@ HELD_OUT = "held_out"
 EVAL_PRIORITY = 10
 """Version-bound units come first: the engine may not move on to newer weights before they are answered."""
 
+MAX_ADMITTED = 1_000_000
+"""Groups admitted in one call: all of them are made in memory and written in one transaction."""
 
 Limits = Callable[[Connection], list[tuple[str, str, int]]]
 """Returns (dataset, profile, how many of it may have been admitted by now)."""
@@ -76,7 +78,7 @@ def admit_more(
     For a run whose trainer is not ours: nothing bounds it but the caller. 0 while too little disk is left to admit any.
 
     Raises:
-        InvalidInputError: the count is negative, or nothing was ever enqueued to the dataset.
+        InvalidInputError: the count is no whole number from 0 to MAX_ADMITTED, or nothing was ever enqueued to the dataset.
     """
     branch = session.run.branch
     _require_admissible(session.run, count, dataset_id)
@@ -89,8 +91,10 @@ def admit_more(
 
 
 def _require_admissible(run: Run, count: int, dataset_id: str) -> None:
-    if count < 0:
-        raise InvalidInputError(f"{count} prompts cannot be admitted: give a count of 0 or more")
+    if not isinstance(count, int) or not 0 <= count <= MAX_ADMITTED:
+        raise InvalidInputError(
+            f"{count} prompts cannot be admitted at once: give a whole number from 0 to {MAX_ADMITTED:,}"
+        )
     with run.index.read() as connection:
         if datasets.segments_of(connection, dataset_id):
             return

@@ -74,7 +74,7 @@ class Member:
     @cached_property
     def token_array(self) -> np.ndarray[Any, Any]:
         """Response tokens, int32."""
-        return np.asarray(self.response_tokens, np.int32)
+        return _int32(self.response_tokens, of=f"member {self.member}: a response token")
 
     @cached_property
     def logprob_array(self) -> np.ndarray[Any, Any]:
@@ -97,6 +97,11 @@ class Member:
         # One pass: a sum of finite float32 values in float64 cannot overflow, and NaN or infinity shows in it.
         if not math.isfinite(self.logprob_array.sum(dtype=np.float64)):
             raise InvalidInputError(f"member {self.member}: a log-probability is not finite")
+        for name, number in (("reward", self.reward), ("score", self.score)):
+            if number is not None and not math.isfinite(number):  # no JSON number, and no mean of a group
+                raise InvalidInputError(
+                    f"member {self.member}: the {name} is {number}; give a finite one, or fail the member with a reason"
+                )
         if self.status not in STATUSES:
             raise InvalidInputError(
                 f"member {self.member}: status {self.status!r} is none of {', '.join(STATUSES)}"
@@ -107,6 +112,13 @@ class Member:
             )
         if self.status == "failed" and self.reward is not None:
             raise InvalidInputError(f"member {self.member}: a failed member has no reward")
+
+
+def _int32(tokens: Sequence[int], *, of: str) -> np.ndarray[Any, Any]:
+    try:
+        return np.asarray(tokens, np.int32)
+    except (ValueError, OverflowError, TypeError) as error:
+        raise InvalidInputError(f"{of} is no 32-bit whole number: {error}") from None
 
 
 def failed_member(member: int, reason: str) -> Member:
@@ -136,7 +148,22 @@ class UnitResult:
     engine: str
 
     def check(self, *, is_parked: bool = False) -> None:
-        """Raise InvalidInputError when a member breaks promise P9 or P10, or is partial in a group that is not parked."""
+        """Raise InvalidInputError when a member breaks promise P9 or P10, or is partial in a group that is not parked.
+
+        Nor may the group be empty or hold a member twice: (unit, fence, seq, member) is a row's name for ever.
+        """
+        if not self.members:
+            raise InvalidInputError(
+                "a group without members has no result; fail it, or release it", unit_id=self.unit_id
+            )
+        if (
+            len({m.member for m in self.members}) != len(self.members)
+            or min(m.member for m in self.members) < 0
+        ):
+            raise InvalidInputError(
+                f"members {[m.member for m in self.members]}: each has its own number, from 0 on",
+                unit_id=self.unit_id,
+            )
         for member in self.members:
             member.check()
             if member.status == PARTIAL and not is_parked:
@@ -170,7 +197,9 @@ def to_record_batch(results: Sequence[UnitResult], *, kind: str = "trajectory") 
     """
     members = [member for result in results for member in result.members]
     of_units = _UnitColumns(results)
-    prompts = of_units.spread([np.asarray(r.prompt_tokens, np.int32) for r in results])
+    prompts = of_units.spread(
+        [_int32(r.prompt_tokens, of=f"unit {r.unit_id}: a prompt token") for r in results]
+    )
     responses = offsets([len(m.token_array) for m in members])
     num = len(members)
     columns: dict[str, Callable[[pa.DataType], pa.Array]] = {

@@ -13,15 +13,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from strawflow.errors import InvalidInputError
 from strawflow.index import events
 from strawflow.index.prepared import Prepared, Transaction, rows_value
 from strawflow.index.units import COLUMN_NAMES, Unit, to_unit
 from strawflow.states import UnitState
 
 CRASHES_BEFORE_ALONE = 3
+
+MAX_ERROR_CHARACTERS = 10_000
 
 FENCES_PER_INCARNATION = 1 << 40
 """A fence is the index's incarnation times this, plus a counter: older incarnations' fences are lower for ever."""
@@ -76,8 +80,18 @@ class Failure:
     unit_id: int
     fence: int
     error: str
+    """Kept as the unit's last error: what no database takes (NUL, halves of surrogate pairs) as escapes, and at most
+    MAX_ERROR_CHARACTERS of it."""
     retry_after_s: float = 0.0
     """How long the unit is not offered again; 0: at once."""
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.retry_after_s):
+            raise InvalidInputError(
+                f"retry_after_s is {self.retry_after_s}; give a number of seconds", unit_id=self.unit_id
+            )
+        kept = self.error[:MAX_ERROR_CHARACTERS].replace("\0", r"\x00")
+        object.__setattr__(self, "error", kept.encode(errors="backslashreplace").decode())
 
 
 _RIPEN = Prepared(

@@ -11,20 +11,23 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
 import strawflow
-from strawflow.errors import CorruptCheckpointError, InvalidInputError
+from strawflow.errors import AlreadyExistsError, CorruptCheckpointError, InvalidInputError
+from strawflow.flow import backup, rescue
 from strawflow.flow.check import check
 from strawflow.flow.run import open_run
-from strawflow.index import packs, sessions
+from strawflow.index import packs, sessions, units
 from strawflow.states import UnitState
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -61,6 +64,111 @@ def example(name: str, *arguments: object, **variables: str) -> subprocess.Compl
         timeout=120,
         check=False,
     )
+
+
+# ---- what callers get wrong
+
+
+def test_an_error_text_that_no_database_takes_is_kept_readable(store: strawflow.Store) -> None:
+    store.admit(1)
+    with store.worker() as worker:
+        (grant,) = worker.claim(1)
+        worker.fail(grant, "half \ud800 of a pair, NUL \0, " + "x" * 20_000)
+    with store.run.index.read() as connection:
+        (unit,) = units.listed(connection, store.run.branch)
+    assert unit.last_error is not None
+    assert unit.last_error.startswith(r"half \ud800 of a pair, NUL \x00, xxx")
+    assert len(unit.last_error) < 11_000
+    backup.backup(store.run)
+
+
+def test_numbers_that_cannot_be_meant_are_refused_and_plan_nothing(store: strawflow.Store) -> None:
+    store.admit(6)
+    with store.worker() as worker:
+        grants = worker.claim(6)
+        with pytest.raises(InvalidInputError, match="retry_after_s is nan"):
+            worker.fail(grants[0], "why", retry_after_s=float("nan"))
+        with pytest.raises(InvalidInputError, match="reward is nan"):
+            worker.complete([grants[0].result([replace(answers(grants[0])[0], reward=float("nan"))])])
+        worker.complete([grant.result(answers(grant)) for grant in grants])
+    with store.consumer() as trainer:
+        for number, least in ((-1, None), (0, None), (2, 0), (2, 3)):
+            with pytest.raises(InvalidInputError, match="1 <= at_least <= num_groups"):
+                trainer.next_batch(number, at_least=least)
+        first = trainer.next_batch(2)
+        assert first is not None
+        assert (first.step, first.num_groups) == (1, 2)
+    for count in (-1, 1.5, 2**70):
+        with pytest.raises(InvalidInputError, match="give a whole number from 0 to"):
+            store.admit(count)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "a\0", "ü", "x" * 65, "\ud800"])
+def test_a_worker_name_that_is_no_file_name_is_refused_before_it_has_a_session(
+    store: strawflow.Store, name: str
+) -> None:
+    with pytest.raises(InvalidInputError, match="use up to 64 of"):
+        store.worker(name)
+    with store.run.index.read() as connection:
+        assert [s.kind for s in sessions.listed(connection) if s.kind == name] == []
+
+
+@pytest.mark.parametrize("row", [{"prompt": "\ud800"}, {"prompt": "x", "label": {1}}, "text"])
+def test_a_row_that_is_no_json_is_told_by_its_number(store: strawflow.Store, row: Any) -> None:
+    with pytest.raises(InvalidInputError, match="row 2 "):
+        store.enqueue([{"prompt": "sound"}, row])
+
+
+def test_a_value_that_the_database_refuses_is_the_callers_error(store: strawflow.Store) -> None:
+    if store.run.index.dialect == "postgresql":  # SQLite takes NUL
+        with pytest.raises(InvalidInputError, match="the index takes no such value"):
+            store.enqueue([{"prompt": "x"}], dataset="a\0")
+
+
+def test_a_store_whose_own_session_was_lost_goes_on_with_another(store: strawflow.Store) -> None:
+    store.admit(2)
+    with store.run.index.read() as connection:
+        (first,) = [s.session_id for s in sessions.listed(connection, live_only=True) if s.kind == "store"]
+    rescue.declare_lost(store.run, first, reason="it made no call for long")
+    with pytest.raises(strawflow.LeaseLostError):
+        store.admit(2)
+    store._session.mark_lost()  # type: ignore[union-attr]  # what the next heartbeat does
+    assert store.admit(2) == 2
+
+
+def test_threads_that_write_first_share_one_session_of_the_store(store: strawflow.Store) -> None:
+    with strawflow.open(store.run.root) as other:
+        with ThreadPoolExecutor(8) as threads:
+            assert sum(threads.map(lambda _: other.admit(1), range(8))) == 8
+        with store.run.index.read() as connection:
+            living = [s for s in sessions.listed(connection, live_only=True) if s.kind == "store"]
+        assert len(living) == 2  # that of each store
+
+
+def test_a_consumer_that_says_so_is_taken_to_work_on(store: strawflow.Store) -> None:
+    with store.consumer() as trainer:
+        trainer._session._progressed_at -= 10_000
+        trainer.mark_progress()
+        assert time.monotonic() - trainer._session._progressed_at < 60
+
+
+def test_a_run_with_the_index_of_another_is_refused_before_a_sweep_takes_its_packs(tmp_path: Path) -> None:
+    for name in ("mine", "other"):
+        make(tmp_path / name).close()
+    shutil.copy(tmp_path / "other" / "index.sqlite", tmp_path / "mine" / "index.sqlite")
+    with pytest.raises(strawflow.ConflictError, match="is that of another run"):
+        strawflow.open(tmp_path / "mine")
+
+
+def test_a_database_that_holds_an_index_is_refused_and_fresh_removes_nothing_for_it(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'elsewhere.sqlite'}"
+    make(tmp_path / "run", index_url=url).close()
+    before = sorted((tmp_path / "run").rglob("*"))
+    for folder in ("run", "second"):
+        with pytest.raises(AlreadyExistsError, match="holds the index of a run already"):
+            strawflow.create(tmp_path / folder, fresh=True, settings={"run.index_url": url})
+    assert sorted((tmp_path / "run").rglob("*")) == before
+    assert not (tmp_path / "second").exists()
 
 
 # ---- the root

@@ -144,3 +144,26 @@ def test_a_member_is_partial_only_where_its_group_is_parked() -> None:
         Submission(None, results=[half_done]).check()
     with pytest.raises(InvalidInputError, match="status 'done'"):
         Submission(None, parked=[result(member(0, status="done"))]).check()
+
+
+@pytest.mark.parametrize(
+    ("members", "told"),
+    [
+        ([member(0, reward=float("nan"))], "reward is nan"),
+        ([member(0, score=float("inf"))], "score is inf"),
+        ([member(0), member(0)], "its own number"),
+        ([member(-1)], "its own number"),
+        ([], "without members"),
+    ],
+)
+def test_what_no_row_or_mean_could_tell_is_refused_before_it_is_written(
+    members: list[Member], told: str
+) -> None:
+    with pytest.raises(InvalidInputError, match=told):
+        Submission(None, results=[result(*members)]).check()
+
+
+@pytest.mark.parametrize("tokens", [[1, 2, 2**31], [1, 2, "a"]])
+def test_tokens_that_are_no_32_bit_numbers_are_told_with_their_member(tokens: list[Any]) -> None:
+    with pytest.raises(InvalidInputError, match="member 3: a response token is no 32-bit whole number"):
+        to_record_batch([result(member(3, response_tokens=tokens))])
