@@ -43,6 +43,9 @@ def enqueue(
     reject_file: Annotated[
         str | None, typer.Option(help="Where skipped rows go; FILE.rejected.jsonl if left out.")
     ] = None,
+    priority: Annotated[
+        int, typer.Option(help="Of those that wait, groups of the highest priority are granted first.")
+    ] = 0,
     as_json: JsonFlag = False,
 ) -> None:
     """Append a prompt file to a dataset, all of it or nothing; the same rows a second time add nothing."""
@@ -71,6 +74,7 @@ def enqueue(
             ),
             on_bad_row=policy,
             reject_path=rejects if policy == "skip" else None,
+            priority=priority,
         )
         session = WorkerSession(found, "enqueue")
         try:
