@@ -71,7 +71,9 @@ def show(
     step: Annotated[int | None, typer.Argument(min=1, help="The newest planned step if left out.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Open one batch: the fate of each member with reason, reward, staleness and lengths, and where the rows lie.
+    """Open one batch: each member's fate, and where the rows lie.
+
+    A fate comes with its reason, reward, staleness and lengths.
 
     Damage is told in place of what it hit, and the exit code is 11 then.
     """

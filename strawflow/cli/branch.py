@@ -21,7 +21,7 @@ app = typer.Typer(cls=QuickGroup, help="List the run's lines of history, or star
 
 @app.command("list")
 def list_branches(run: RunArgument, as_json: JsonFlag = False) -> None:
-    """List every branch: where it started, how far it came, and which one the run is on."""
+    """List every branch. Where it started, how far it came, and which one the run is on."""
     from strawflow.cli import output
     from strawflow.flow.branch import branches_of
 
@@ -66,7 +66,9 @@ def create(
     ] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Start a new line of history at a checkpoint, and no worker; every program that opens the run then goes on there.
+    """Start a new line of history at a checkpoint, and no worker.
+
+    Every program that opens the run then goes on there.
 
     Later batches, weights and checkpoints, of all consumers, stay listed under the old branch and are not read. Another
     consumer goes on after the last of its own steps that the new line holds whole, and is offered what it has not read.

@@ -48,7 +48,10 @@ def enqueue(
     ] = 0,
     as_json: JsonFlag = False,
 ) -> None:
-    """Append a prompt file to a dataset, all of it or nothing; the same rows a second time add nothing."""
+    """Append a prompt file to a dataset, all of it or nothing.
+
+    Rows that the dataset holds already add nothing.
+    """
     from pathlib import Path
 
     from strawflow.cli import output

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     cls=QuickGroup,
-    help="Upgrade, check, back up, restore, rebuild or repair the index of a run.",
+    help="Upgrade, check, back up, restore, rebuild, repair an index.",
     no_args_is_help=True,
 )
 
@@ -29,7 +29,7 @@ LossyFlag = Annotated[
 
 @app.command()
 def upgrade(run: RunArgument, as_json: JsonFlag = False) -> None:
-    """Bring the index to the revision this program works with; stop all workers before."""
+    """Bring the index to this program's revision. Stop all workers before."""
     from strawflow import config as configuration
     from strawflow.cli import output
     from strawflow.cli.worker import existing_run
@@ -54,7 +54,7 @@ def upgrade(run: RunArgument, as_json: JsonFlag = False) -> None:
 
 @app.command()
 def check(run: RunArgument, as_json: JsonFlag = False) -> None:
-    """Read every stored extent and ask every promise of the index; exit 11 when one is broken."""
+    """Read every extent and ask every promise of the index. Exits with 11 when one is broken."""
     from strawflow.cli import output
     from strawflow.errors import CorruptPackError
     from strawflow.flow.check import check as check_run
@@ -96,7 +96,7 @@ def backup(
     ] = 0,
     as_json: JsonFlag = False,
 ) -> None:
-    """Write the whole index, as it stands at one instant, into a folder; workers may go on meanwhile."""
+    """Write the whole index into a folder. As it stands at one instant; workers may go on meanwhile."""
     from strawflow.cli import output
     from strawflow.flow.backup import backup as back_up
 
@@ -130,7 +130,10 @@ def restore(
     yes: YesFlag = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Bring the index back to a backup and on to what the packs tell since, all workers stopped; exit 11 when packs are missing."""
+    """Bring the index back to a backup, and on to what packs tell.
+
+    All workers must be stopped. Exits with 11 when packs are missing.
+    """
     from strawflow.cli import output
     from strawflow.cli.worker import existing_run
     from strawflow.flow import restore as restoring
@@ -187,7 +190,7 @@ def _print_next(run: Path, found: Reconstruction) -> None:
 def rebuild(
     run: RunArgument, lossy: LossyFlag = False, yes: YesFlag = False, as_json: JsonFlag = False
 ) -> None:
-    """Build a lost index anew from packs, journal, checkpoints and weights, all workers stopped."""
+    """Build a lost index anew from the run's other files. All workers must be stopped."""
     from strawflow.cli import output
     from strawflow.cli.worker import existing_run
     from strawflow.flow import rebuild as rebuilding
@@ -228,7 +231,9 @@ def quarantine(
     yes: YesFlag = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Find damaged extents, contain them, and say what each of them held and what becomes of it.
+    """Find damaged extents, contain them, tell what they held.
+
+    And what becomes of it.
 
     A group that a consumer has trained or dropped is never generated again: that consumer would get it twice. With
     --reopen it is dropped, for ever, for each consumer that still waits for it; without, that consumer stops at it.

@@ -18,7 +18,10 @@ def status(
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks of --watch.")] = 2.0,
     as_json: JsonFlag = False,
 ) -> None:
-    """Show where a run stands: progress, units, failures, workers, engines, weights, checkpoints, disk."""
+    """Show where a run stands, what is stuck and why.
+
+    Progress, units, failures, workers, engines, weights, checkpoints, disk.
+    """
     from strawflow.cli import output
     from strawflow.flow.status import snapshot
 

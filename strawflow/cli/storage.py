@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     cls=QuickGroup,
-    help="Show what a run takes on the disk; pin, retain, compact and sweep.",
+    help="Show what a run takes on disk; pin, retain, compact, sweep.",
     no_args_is_help=True,
 )
 
@@ -25,7 +25,7 @@ YesFlag = Annotated[bool, typer.Option("--yes", help="Do it; without, only say w
 
 @app.command()
 def usage(run: RunArgument, as_json: JsonFlag = False) -> None:
-    """Show bytes by kind, how much of them is named, the index, quota and free space."""
+    """Show bytes by kind, the index, quota and free space. Also how much of each kind is named."""
     from strawflow.cli import output
     from strawflow.flow.usage import usage_of
 
@@ -54,7 +54,7 @@ def pin(
     ] = "",
     as_json: JsonFlag = False,
 ) -> None:
-    """Keep a pack's file, a batch's rows, or the files of a checkpoint or weight version from being removed."""
+    """Keep a pack, batch, checkpoint or weight version. Its files, or a batch's rows, are not removed then."""
     from strawflow.cli import output
     from strawflow.flow import pins
     from strawflow.index.pins import PinKind
@@ -89,7 +89,7 @@ def unpin(
 
 @app.command("pins")
 def list_pins(run: RunArgument, as_json: JsonFlag = False) -> None:
-    """List the pins; void ones belong to worker sessions that are gone and hold nothing."""
+    """List the pins. Void ones belong to worker sessions that are gone, and hold nothing."""
     from strawflow.cli import output
     from strawflow.flow import pins
 
@@ -107,7 +107,10 @@ def list_pins(run: RunArgument, as_json: JsonFlag = False) -> None:
 
 @app.command()
 def sweep(run: RunArgument, yes: YesFlag = False, as_json: JsonFlag = False) -> None:
-    """Remove what nothing names: unnamed extents' rows, packs without any, files and folders without a row."""
+    """Remove what nothing names.
+
+    Rows of extents that nothing names, packs without any other, files and folders without a row.
+    """
     from strawflow.flow import quota
     from strawflow.flow import sweep as sweeping
     from strawflow.flow.session import WorkerSession
@@ -133,7 +136,7 @@ def compact(
     yes: YesFlag = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Copy what is named in half-empty and in small packs together; the old files go with a sweep."""
+    """Copy what half-empty and small packs hold into new ones. The old files go with a sweep."""
     from strawflow.flow import compact as compacting
     from strawflow.flow import quota
     from strawflow.flow.session import WorkerSession
@@ -164,7 +167,10 @@ def retain(
     yes: YesFlag = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Let what grew old leave: checkpoints, weights, batches, trajectories, units, receipts, events; see section storage."""
+    """Let what grew old leave, as section storage says.
+
+    Checkpoints, weights, batches, trajectories, units, receipts, events.
+    """
     from dataclasses import replace
 
     from strawflow.flow import quota
@@ -201,7 +207,7 @@ def reconcile(
     yes: YesFlag = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Match the packs against a restored or rebuilt index, and allow sweeping again; exit 7 when it is not allowed."""
+    """Match the packs against a restored or rebuilt index. Allows sweeping again; exits with 7 when it is not allowed."""
     from strawflow.cli import output
     from strawflow.errors import ConflictError
     from strawflow.flow.reconcile import reconcile as match

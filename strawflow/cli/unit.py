@@ -81,7 +81,7 @@ def list_units(
 def show(
     run: RunArgument, unit: Annotated[int, typer.Argument(help="Id of the unit.")], as_json: JsonFlag = False
 ) -> None:
-    """Open one unit: its prompt, its accepted trajectories, what became of it, its events.
+    """Open one unit: prompt, trajectories, fate, events.
 
     Damage is told in place of what it hit, and the exit code is 11 then.
     """
@@ -107,7 +107,7 @@ def retry(
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Offer failed units again with fresh attempts; one already recorded as dropped stays dropped."""
+    """Offer failed units again. Attempts start afresh; one already recorded as dropped stays dropped."""
     from strawflow.cli import output
     from strawflow.flow.retry import retry_failed, retry_unit
 
@@ -128,7 +128,7 @@ def release(
     force: ForceFlag = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Give back what a dead worker holds, at once; refused for one that lives. Same as `worker fence`."""
+    """Give back what a dead worker holds, at once. Refused for one that lives. Same as `worker fence`."""
     fence_off(run, worker, force=force, as_json=as_json)
 
 

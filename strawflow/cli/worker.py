@@ -41,7 +41,7 @@ NEEDS: dict[str, tuple[tuple[str, str], ...]] = {
 # --json on a worker decides how an error before its start is told; the worker itself logs.
 app = typer.Typer(
     cls=QuickGroup,
-    help="Run one worker of a run in this process; list and fence those of a run.",
+    help="Run one worker of a run here; list and fence those of a run.",
     no_args_is_help=True,
 )
 
@@ -103,7 +103,7 @@ def _require(module: str, extra: str, verb: str) -> None:
 
 @app.command()
 def rollout(run: RunArgument, as_json: JsonFlag = False) -> None:
-    """Lease prompt groups, generate with an engine, score, store the trajectories."""
+    """Lease prompt groups, generate, score, store trajectories."""
     replace_by_worker("rollout", [str(existing_run(run))])
 
 
@@ -127,7 +127,7 @@ def list_workers(
     ] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """List worker sessions: where each runs, how long its lease still holds, what it holds."""
+    """List worker sessions. Where each runs, how long its lease still holds, what it holds."""
     from strawflow.cli import output
     from strawflow.cli.options import opened
     from strawflow.flow.fence import workers_of
@@ -164,7 +164,7 @@ def fence(
     force: ForceFlag = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Declare a worker lost at once: its units are ready again, its roles free, its late writes refused."""
+    """Declare a worker lost at once. Its units are ready again, its roles free, its late writes refused."""
     fence_off(run, session, force=force, as_json=as_json)
 
 
