@@ -11,6 +11,7 @@ import typer
 
 from strawflow.cli.group import QuickGroup
 from strawflow.cli.options import ConsumerOption, JsonFlag, RunArgument, opened
+from strawflow.plural import counted
 
 if TYPE_CHECKING:
     from strawflow.flow.branch import NewBranch
@@ -86,23 +87,28 @@ def create(
 
 def branch_off(run: Run, checkpoint: str, name: str, *, reuse: bool, is_quiet: bool) -> NewBranch:
     """Make a branch and, unless quiet, say what it starts with."""
+    from strawflow.cli import output
     from strawflow.flow.branch import create_branch
 
     made = create_branch(run, checkpoint=checkpoint, name=name, reuse_trajectories=reuse)
     if is_quiet:
         return made
-    print(
-        f"branch {made.branch_id} from {made.from_checkpoint_id}: {made.num_pristine} groups start again, "
-        f"{made.num_reused} keep their trajectories"
+    output.say(
+        f"branch {made.branch_id} from {made.from_checkpoint_id}: "
+        f"{counted(made.num_pristine, 'group starts', 'groups start')} again, "
+        f"{counted(made.num_reused, 'keeps its', 'keep their')} trajectories"
     )
     for consumer, position in made.positions.items():
         if consumer != run.consumer:
             print(f"consumer {consumer} goes on after its step {position}")
     if made.num_again:
-        print(f"{made.num_again} groups of the line are offered to consumers that have not read them by then")
+        output.say(
+            f"{counted(made.num_again, 'group of the line is', 'groups of the line are')} offered to consumers that have not "
+            "read it by then"
+        )
     if made.num_lost:
-        print(
-            f"{made.num_lost} times a consumer would have to read a group again that retention has moved to the history: "
+        output.say(
+            f"{counted(made.num_lost, 'time')} a consumer would have to read a group again that retention has moved to the history: "
             "it does not get it"
         )
     return made

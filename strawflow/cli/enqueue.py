@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import typer
 
 from strawflow.cli.options import JsonFlag, RunArgument, opened
+from strawflow.plural import counted
 
 PURPOSES = {"prompts": "train", "demonstrations": "demo", "held_out": "eval"}
 
@@ -88,8 +89,8 @@ def enqueue(
     if as_json:
         output.print_json(report)
         return
-    print(
-        f"{dataset}: {report.num_added} rows added of {report.num_records} in {source} "
+    output.say(
+        f"{dataset}: {counted(report.num_added, 'row')} added of {report.num_records} in {source} "
         f"({report.num_known} already there, {report.num_rejected} rejected)"
     )
     for reason, count in sorted(report.rejected.items()):

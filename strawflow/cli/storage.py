@@ -8,10 +8,12 @@ import typer
 
 from strawflow.cli.group import QuickGroup
 from strawflow.cli.options import JsonFlag, RunArgument, opened, run_folder
+from strawflow.plural import counted
 
 if TYPE_CHECKING:
     from strawflow.flow.sweep import Collected
     from strawflow.flow.usage import Usage
+    from strawflow.index.liveness import Waiting
 
 app = typer.Typer(
     cls=QuickGroup,
@@ -122,6 +124,8 @@ def sweep(run: RunArgument, yes: YesFlag = False, as_json: JsonFlag = False) -> 
         else:
             collected = sweeping.plan_sweep(found)
     _print(collected, as_json=as_json, empty="nothing to sweep")
+    if collected.waiting is not None and not as_json:
+        _print_waiting(collected.waiting)
 
 
 @app.command()
@@ -147,7 +151,13 @@ def compact(
                 collected = compacting.compact(session, min_live=min_live)
         else:
             collected = compacting.plan_compaction(found, min_live=min_live)
-    _print(collected, as_json=as_json, empty="nothing to compact")
+        grace_s = found.config.storage.sweep_grace_s
+    _print(
+        collected,
+        as_json=as_json,
+        empty="nothing to compact",
+        later=f"with a sweep {grace_s:.0f} s from then",
+    )
 
 
 @app.command()
@@ -235,28 +245,57 @@ def _way_on(run: str, collected: Collected) -> str:
     )
 
 
-def _print(collected: Collected, *, as_json: bool, empty: str) -> None:
+def _print_waiting(waiting: Waiting) -> None:
+    from datetime import UTC, datetime, timedelta
+
+    from strawflow.cli import output
+
+    now = datetime.now(UTC)
+    first, last = (f"{now + timedelta(seconds=s):%H:%M:%S}" for s in (waiting.first_in_s, waiting.last_in_s))
+    until = f"until {first}" if first == last else f"the first until {first}, the last until {last}"
+    packs = counted(waiting.num_packs, "condemned pack waits", "condemned packs wait")
+    output.say(
+        f"{packs} ({output.size(waiting.num_bytes)}), {until} UTC; a sweep after that removes their files"
+    )
+
+
+def _print(collected: Collected, *, as_json: bool, empty: str, later: str = "with a later sweep") -> None:
     from strawflow.cli import output
 
     if as_json:
-        output.print_json({**output.plain(collected), "num_bytes": collected.num_bytes})
+        sums = {"num_bytes": collected.num_bytes, "later_bytes": collected.later_bytes}
+        output.print_json({**output.plain(collected), **sums})
         return
     _print_items(collected, empty=empty)
     if not collected.items:
         return
-    freed = output.size(collected.num_bytes)
-    print(
-        f"{freed} freed" if collected.done else f"{freed} would be freed; nothing was changed, --yes does it"
-    )
+    packs = [item for item in collected.items if item.what == "pack"]
+    told = [f"{output.size(collected.num_bytes)} {'freed' if collected.done else 'would be freed'}"]
+    if packs:
+        would = "" if collected.done else "would "
+        freed = output.size(collected.later_bytes)
+        told.append(
+            f"{counted(len(packs), 'pack')} {would}go {later}, which {would or ''}{'free' if would else 'frees'} {freed}"
+        )
+    if not collected.done:
+        told.append("nothing was changed, --yes does it")
+    output.say("; ".join(told))
 
 
 def _print_items(collected: Collected, *, empty: str) -> None:
     from strawflow.cli import output
 
-    rows = [(item.what, item.subject, item.why, output.size(item.num_bytes)) for item in collected.items]
-    columns = ("what", "which", "why", "bytes")
-    width = len(columns) if collected.num_bytes else len(columns) - 1  # a column of zeros says nothing
-    output.print_table(columns[:width], [row[:width] for row in rows], empty=empty)
+    columns = ["what", "which", "why"]
+    rows: list[list[Any]] = [[item.what, item.subject, item.why] for item in collected.items]
+    # A column of zeros says nothing.
+    for name, sizes in (
+        ("bytes", [item.num_bytes for item in collected.items]),
+        ("frees", [item.later_bytes for item in collected.items]),
+    ):
+        if any(sizes):
+            columns.append(name)
+            rows = [[*row, output.size(num_bytes)] for row, num_bytes in zip(rows, sizes, strict=True)]
+    output.print_table(columns, rows, empty=empty)
 
 
 def _print_usage(seen: Usage) -> None:
@@ -276,15 +315,15 @@ def _print_usage(seen: Usage) -> None:
         ],
         empty="no packs yet",
     )
-    print(", ".join(f"{name} {output.size(used)}" for name, used in seen.disk_bytes.items()))
+    output.say(", ".join(f"{name} {output.size(used)}" for name, used in seen.disk_bytes.items()))
     if seen.unknown_files or seen.condemned_bytes:
-        print(
-            f"for the sweep: {seen.unknown_files} files ({output.size(seen.unknown_bytes)}) without a row, condemned "
-            f"packs {output.size(seen.condemned_bytes)}"
+        output.say(
+            f"for the sweep: {counted(seen.unknown_files, 'file')} ({output.size(seen.unknown_bytes)}) without a row, "
+            f"condemned packs {output.size(seen.condemned_bytes)}"
         )
     room = seen.room
     quota = output.size(room.quota_bytes) if room.quota_bytes else "none"
-    print(
+    output.say(
         f"in all {output.size(room.used_bytes)}, quota {quota}; free {output.size(room.free_bytes)}, "
         f"{output.size(room.reserve_bytes)} of it kept in reserve"
     )

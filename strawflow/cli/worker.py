@@ -16,6 +16,7 @@ import typer
 
 from strawflow.cli.group import QuickGroup
 from strawflow.cli.options import JsonFlag, RunArgument, run_folder
+from strawflow.plural import counted
 
 ForceFlag = Annotated[
     bool, typer.Option("--force", help="Also if it seems to live; what it hands in later is refused.")
@@ -154,6 +155,7 @@ def list_workers(
             for w in listed
         ],
         empty="no workers",
+        optional=("kind",),  # the session's name begins with it
     )
 
 
@@ -179,4 +181,4 @@ def fence_off(run: str, session: str, *, force: bool, as_json: bool) -> None:
     if as_json:
         output.print_json({"worker": session, "released": num_units})
     else:
-        print(f"{session} is fenced off; {num_units} units are ready again")
+        output.say(f"{session} is fenced off; {counted(num_units, 'unit is', 'units are')} ready again")

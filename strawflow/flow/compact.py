@@ -31,6 +31,7 @@ from strawflow.index.liveness import PackUse
 from strawflow.packs.reader import PackReader
 from strawflow.packs.store import MAX_PACK_BYTES
 from strawflow.packs.writer import PackWriter
+from strawflow.plural import counted
 from strawflow.records import schema_of
 
 SMALL_BYTES = 16 * 1024 * 1024
@@ -246,5 +247,6 @@ def live_share(use: PackUse) -> float:
 
 
 def _item(use: PackUse) -> Item:
-    why = f"{live_share(use):.0%} of its messages are named; its extents move to another pack, the file goes with a sweep"
-    return Item("pack", use.path, why, 0)
+    moved = counted(use.num_named, "named extent moves", "named extents move")
+    why = f"{moved} to another pack, {live_share(use):.0%} of its messages"
+    return Item("pack", use.path, why, 0, later_bytes=max(0, (use.num_bytes or 0) - use.named_bytes))
