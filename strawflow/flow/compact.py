@@ -22,11 +22,12 @@ import pyarrow as pa
 from strawflow import faults
 from strawflow.errors import CorruptPackError, InvalidInputError, StorageError
 from strawflow.flow import journal, quota
+from strawflow.flow.index_place import SWEEP_BLOCKED
 from strawflow.flow.run import Run
 from strawflow.flow.session import WorkerSession
 from strawflow.flow.sweep import Collected, Item, drop_unnamed_rows, quiet_s, refuse_if_blocked
 from strawflow.ids import Extent
-from strawflow.index import events, liveness, packs, sessions
+from strawflow.index import events, liveness, meta, packs, sessions
 from strawflow.index.liveness import PackUse
 from strawflow.packs.reader import PackReader
 from strawflow.packs.store import MAX_PACK_BYTES
@@ -76,6 +77,22 @@ def compact(session: WorkerSession, *, min_live: float = MIN_LIVE) -> Collected:
         _require_room(session.run, group)
         done.items += _compact(session, group)
     return done
+
+
+def bring_out(session: WorkerSession, paths: Sequence[str]) -> None:
+    """Copy what is whole in these packs into new ones, each for itself; what is damaged stays, and so does its pack.
+
+    Nothing is copied of packs that are pinned or not quiet, and none while sweeping is blocked or the disk is full.
+    """
+    with session.run.index.read() as connection:
+        if not paths or meta.find(connection, SWEEP_BLOCKED) is not None:
+            return
+        uses = liveness.pack_uses(connection, quiet_s=quiet_s(session.run))
+    for use in uses:
+        if use.path in paths and use.is_quiet and not use.is_pinned:
+            group = Group(use.kind, (use,))
+            if quota.measure(session.run).free_bytes >= group.named_bytes:
+                _compact(session, group)
 
 
 def _groups(run: Run, min_live: float) -> list[Group]:

@@ -43,6 +43,7 @@ from strawflow.index.engine import Connection
 from strawflow.index.liveness import Waiting
 from strawflow.index.reconstruction import incarnation_of
 from strawflow.packs.places import open_place
+from strawflow.packs.posix import file_of
 from strawflow.plural import counted
 
 REFERENCE_AGE_S = 1.5 * STALL_S
@@ -253,7 +254,7 @@ def _orphans(run: Run) -> Iterator[Item]:
     with run.index.read() as connection:
         known = liveness.known_paths(connection, sizes)
     for path in sorted(sizes.keys() - known):
-        if _is_old(run.root / path, run.config.storage.sweep_grace_s):
+        if _is_old(file_of(run.root, path), run.config.storage.sweep_grace_s):
             yield Item("file", path, "no row of the index names it", sizes[path])
 
 
@@ -285,7 +286,7 @@ def _remove_files(session: WorkerSession, items: list[Item]) -> list[Item]:
         session.require_live()
         if item.what == KEPT:
             continue
-        path = session.run.root / item.subject
+        path = file_of(session.run.root, item.subject)
         try:
             if path.is_dir():
                 shutil.rmtree(path)
