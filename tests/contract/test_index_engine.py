@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-from strawflow.index import consumers
-from strawflow.index.engine import Connection
-from strawflow.testing.runs import SmallRun
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+
+from strawflow import clock
+from strawflow.flow import admit
+from strawflow.flow.run import open_run
+from strawflow.index import consumers, meta, sessions, tables
+from strawflow.index.engine import Connection, now
+from strawflow.testing.runs import SmallRun, small_run
 
 
 def num_waiting(connection: Connection) -> int:
@@ -24,3 +33,29 @@ def test_prepared_statements_of_one_view_see_one_snapshot_on_sqlite_and_each_its
     assert seen == ([3, 3] if index.dialect == "sqlite" else [3, 2])
     with index.read() as view:
         assert num_waiting(view) == 2
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["booted_at", "of_an_earlier_program"])
+def test_a_boot_ends_sessions_and_keeps_the_times_before_which_units_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: bool
+) -> None:
+    small = small_run(tmp_path)
+    schedule = admit.Schedule(not_before=datetime.now(UTC) + timedelta(seconds=100))
+    admit.admit_more(small.session("rollout"), count=1, schedule=schedule)
+    with small.run.index.begin() as connection:
+        if not told:
+            meta.remove(connection, "booted_at")
+    for session in small.sessions.values():
+        session.__exit__(RuntimeError, RuntimeError("the host went down"), None)
+    small.run.close()
+    monkeypatch.setattr(clock, "boot_id", lambda: "another")
+    monkeypatch.setattr(clock, "uptime_s", lambda: 5.0)
+    run = open_run(small.run.root)
+    with run.index.read() as connection:
+        assert all(s.expires_in_s <= 0 for s in sessions.listed(connection, live_only=True))
+        waits_s = connection.execute(
+            sa.select(sa.func.max(tables.units.c.not_before) - now(connection))
+        ).scalar_one()
+    assert not run.index.expire_after_reboot()
+    run.close()
+    assert waits_s is None if not told else 90 < waits_s <= 100
