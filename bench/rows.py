@@ -162,7 +162,7 @@ def main(description: str, sections: Mapping[str, Section]) -> int:
     parser.add_argument("--quick", action="store_true", help="smaller amounts, meant for two minutes")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON on standard output")
     parser.add_argument("--folder", type=Path, help="where to work; default: the folder for temporary files")
-    parser.add_argument("--only", action="append", choices=list(sections), help="a section; may be repeated")
+    parser.add_argument("--only", action="append", choices=list(sections), help="a section, may be repeated")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that servers and folders are cleared away
     found: list[Row] = []
@@ -180,7 +180,9 @@ def main(description: str, sections: Mapping[str, Section]) -> int:
         print(json.dumps([asdict(row) for row in found], indent=2))
     missed = [row.name for row in found if row.ok is False]
     if missed:
-        print(f"missed {len(missed)} of {len(found)} rows: " + "; ".join(missed), file=sys.stderr)
+        print(
+            f"exit code 1: missed {len(missed)} of {len(found)} rows: " + "; ".join(missed), file=sys.stderr
+        )
     return 1 if missed else 0
 
 

@@ -14,6 +14,7 @@ import json
 import tempfile
 import threading
 from collections.abc import Iterable, Mapping
+from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -30,6 +31,8 @@ from strawflow.prompts.source import PromptSource
 from strawflow.worker import Worker
 
 _ROW_KEYS = ("prompt", "label", "metadata")
+_SOURCE = "api"
+"""What rows that came as mappings name as their source: the file they pass through is gone when they are read."""
 
 
 def create(
@@ -80,33 +83,50 @@ class Store:
         return self._run
 
     def enqueue(
-        self, prompts: str | Path | Iterable[Mapping[str, Any]], *, dataset: str = admit.PROMPTS
+        self,
+        prompts: str | Path | Iterable[Mapping[str, Any]],
+        *,
+        dataset: str = admit.PROMPTS,
+        priority: int = 0,
     ) -> int:
         """Append prompts as one immutable segment, all or nothing; rows the dataset holds already add nothing.
 
-        Returns how many rows were new.
+        Returns how many rows were new. Groups made of them wait with `priority` (32 bits, see `admit`). A stored row names
+        the file it came from and its line; one given as a mapping `api` and its number, from 1.
 
         Raises:
-            InvalidInputError: names file, line and field; nothing was enqueued. NotFoundError: no such file.
+            InvalidInputError: names file, line and field, or the priority; nothing was enqueued. NotFoundError: no such file.
         """
         if isinstance(prompts, str | Path):
-            return self._enqueue(PromptSource.parse(str(prompts)), dataset)
+            return self._enqueue(PromptSource.parse(str(prompts)), dataset, priority)
         with tempfile.TemporaryDirectory(prefix="strawflow-rows-") as folder:
             path = Path(folder) / "rows.jsonl"
             with path.open("w", encoding="utf-8") as file:
                 file.writelines(_line(row, number) for number, row in enumerate(prompts, start=1))
-            return self._enqueue(PromptSource(path), dataset, PromptKeys(*_ROW_KEYS))
+            return self._enqueue(PromptSource(path, name=_SOURCE), dataset, priority, PromptKeys(*_ROW_KEYS))
 
-    def admit(self, count: int, *, dataset: str = admit.PROMPTS) -> int:
+    def admit(
+        self,
+        count: int,
+        *,
+        dataset: str = admit.PROMPTS,
+        priority: int | None = None,
+        scheduling_key: int = 0,
+        not_before: datetime | None = None,
+    ) -> int:
         """Make the next `count` prompts of a dataset ready to be claimed, in epoch order; returns how many.
 
         The order is a keyed permutation of each epoch (`run.seed`); the cursor moves in the transaction that makes the
-        groups, so none is admitted twice or left out.
+        groups, so none is admitted twice or left out. Of those that wait, the highest `priority` is granted first (32 bits;
+        that of their enqueue if left out), then the lowest `scheduling_key` (64 bits), then the first admitted; none
+        before `not_before`, a time with its zone. Evaluation has priority 10, parked groups go before all.
 
         Raises:
-            InvalidInputError: the count is no whole number from 0 to a million, or nothing was enqueued to the dataset.
+            InvalidInputError: the count is no whole number from 0 to a million, nothing was enqueued to the dataset, a number
+                is out of range, or the time has no zone.
         """
-        return admit.admit_more(self._writer(), count=count, dataset_id=dataset)
+        schedule = admit.Schedule(priority, scheduling_key, not_before)
+        return admit.admit_more(self._writer(), count=count, dataset_id=dataset, schedule=schedule)
 
     def worker(self, name: str = "worker") -> Worker:
         """Start a worker session: a producer that leases and completes prompt groups.
@@ -153,10 +173,13 @@ class Store:
     def __reduce__(self) -> tuple[Any, ...]:
         return open, (str(self._run.root),)
 
-    def _enqueue(self, source: PromptSource, dataset: str, keys: PromptKeys | None = None) -> int:
+    def _enqueue(
+        self, source: PromptSource, dataset: str, priority: int, keys: PromptKeys | None = None
+    ) -> int:
         data = self._run.config.data
         keys = keys or PromptKeys(data.input_key, data.label_key or None, data.metadata_key or None)
-        return enqueue(self._writer(), EnqueueRequest(dataset, "train", source, keys)).num_added
+        request = EnqueueRequest(dataset, "train", source, keys, priority=priority)
+        return enqueue(self._writer(), request).num_added
 
     def _writer(self) -> WorkerSession:
         """Return the session of this store's own writes, started by the first of them.

@@ -8,6 +8,7 @@ import typer
 
 from strawflow.cli.group import QuickGroup
 from strawflow.cli.options import ConsumerOption, JsonFlag, RunArgument, opened
+from strawflow.plural import counted
 
 if TYPE_CHECKING:
     from strawflow.flow.status import BatchDetail
@@ -62,6 +63,7 @@ def list_batches(
             for b in listed
         ],
         empty="no batch is planned yet",
+        optional=("digest",),
     )
 
 
@@ -71,7 +73,9 @@ def show(
     step: Annotated[int | None, typer.Argument(min=1, help="The newest planned step if left out.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Open one batch: the fate of each member with reason, reward, staleness and lengths, and where the rows lie.
+    """Open one batch: each member's fate, and where the rows lie.
+
+    A fate comes with its reason, reward, staleness and lengths.
 
     Damage is told in place of what it hit, and the exit code is 11 then.
     """
@@ -99,12 +103,13 @@ def _print(detail: BatchDetail) -> None:
     from strawflow.cli import output
 
     b = detail.batch
-    print(
-        f"step {b.step}: {b.objective}, {b.state}, {b.num_units} units, {b.num_sequences} sequences, "
-        f"{b.num_tokens} tokens, mean reward {output.cell(b.mean_reward)}, staleness up to {b.max_staleness}"
+    output.say(
+        f"step {b.step}: {b.objective}, {b.state}, {counted(b.num_units, 'unit')}, {counted(b.num_sequences, 'sequence')}, "
+        f"{counted(b.num_tokens, 'token')}, mean reward {output.cell(b.mean_reward)}, staleness up to {b.max_staleness}"
     )
-    print(f"planned {b.planned_at} under fence {b.fence}; digest {b.digest}")
-    print(f"loss denominators {', '.join(output.cell(d) for d in b.denominators)}")
+    output.say(f"planned {b.planned_at} under fence {b.fence}; digest {b.digest}")
+    if b.denominators:
+        output.say(f"loss denominators {', '.join(output.cell(d) for d in b.denominators)}")
     names = (
         "unit_id",
         "member",

@@ -11,6 +11,7 @@ import typer
 
 from strawflow.cli.group import QuickGroup
 from strawflow.cli.options import ConsumerOption, JsonFlag, RunArgument, opened
+from strawflow.plural import counted
 
 if TYPE_CHECKING:
     from strawflow.flow.branch import NewBranch
@@ -21,7 +22,7 @@ app = typer.Typer(cls=QuickGroup, help="List the run's lines of history, or star
 
 @app.command("list")
 def list_branches(run: RunArgument, as_json: JsonFlag = False) -> None:
-    """List every branch: where it started, how far it came, and which one the run is on."""
+    """List every branch. Where it started, how far it came, and which one the run is on."""
     from strawflow.cli import output
     from strawflow.flow.branch import branches_of
 
@@ -66,7 +67,9 @@ def create(
     ] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Start a new line of history at a checkpoint, and no worker; every program that opens the run then goes on there.
+    """Start a new line of history at a checkpoint, and no worker.
+
+    Every program that opens the run then goes on there.
 
     Later batches, weights and checkpoints, of all consumers, stay listed under the old branch and are not read. Another
     consumer goes on after the last of its own steps that the new line holds whole, and is offered what it has not read.
@@ -84,23 +87,28 @@ def create(
 
 def branch_off(run: Run, checkpoint: str, name: str, *, reuse: bool, is_quiet: bool) -> NewBranch:
     """Make a branch and, unless quiet, say what it starts with."""
+    from strawflow.cli import output
     from strawflow.flow.branch import create_branch
 
     made = create_branch(run, checkpoint=checkpoint, name=name, reuse_trajectories=reuse)
     if is_quiet:
         return made
-    print(
-        f"branch {made.branch_id} from {made.from_checkpoint_id}: {made.num_pristine} groups start again, "
-        f"{made.num_reused} keep their trajectories"
+    output.say(
+        f"branch {made.branch_id} from {made.from_checkpoint_id}: "
+        f"{counted(made.num_pristine, 'group starts', 'groups start')} again, "
+        f"{counted(made.num_reused, 'keeps its', 'keep their')} trajectories"
     )
     for consumer, position in made.positions.items():
         if consumer != run.consumer:
             print(f"consumer {consumer} goes on after its step {position}")
     if made.num_again:
-        print(f"{made.num_again} groups of the line are offered to consumers that have not read them by then")
+        output.say(
+            f"{counted(made.num_again, 'group of the line is', 'groups of the line are')} offered to consumers that have not "
+            "read it by then"
+        )
     if made.num_lost:
-        print(
-            f"{made.num_lost} times a consumer would have to read a group again that retention has moved to the history: "
+        output.say(
+            f"{counted(made.num_lost, 'time')} a consumer would have to read a group again that retention has moved to the history: "
             "it does not get it"
         )
     return made

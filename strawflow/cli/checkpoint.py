@@ -12,7 +12,10 @@ app = typer.Typer(cls=QuickGroup, help="List checkpoints.", no_args_is_help=True
 
 @app.command("list")
 def list_checkpoints(run: RunArgument, consumer: ConsumerOption = "", as_json: JsonFlag = False) -> None:
-    """List the committed checkpoints on the run's branch and what it started from; of all consumers unless one is named."""
+    """List the committed checkpoints of the run's branch.
+
+    Those of what the branch started from as well, of all consumers unless one is named.
+    """
     from strawflow.cli import output
     from strawflow.flow.history import checkpoints_of
 

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import typer
 
 from strawflow.cli.options import JsonFlag, RunArgument, opened
+from strawflow.plural import counted
 
 PURPOSES = {"prompts": "train", "demonstrations": "demo", "held_out": "eval"}
 
@@ -43,9 +44,15 @@ def enqueue(
     reject_file: Annotated[
         str | None, typer.Option(help="Where skipped rows go; FILE.rejected.jsonl if left out.")
     ] = None,
+    priority: Annotated[
+        int, typer.Option(help="Of those that wait, groups of the highest priority are granted first.")
+    ] = 0,
     as_json: JsonFlag = False,
 ) -> None:
-    """Append a prompt file to a dataset, all of it or nothing; the same rows a second time add nothing."""
+    """Append a prompt file to a dataset, all of it or nothing.
+
+    Rows that the dataset holds already add nothing.
+    """
     from pathlib import Path
 
     from strawflow.cli import output
@@ -71,6 +78,7 @@ def enqueue(
             ),
             on_bad_row=policy,
             reject_path=rejects if policy == "skip" else None,
+            priority=priority,
         )
         session = WorkerSession(found, "enqueue")
         try:
@@ -81,8 +89,8 @@ def enqueue(
     if as_json:
         output.print_json(report)
         return
-    print(
-        f"{dataset}: {report.num_added} rows added of {report.num_records} in {source} "
+    output.say(
+        f"{dataset}: {counted(report.num_added, 'row')} added of {report.num_records} in {source} "
         f"({report.num_known} already there, {report.num_rejected} rejected)"
     )
     for reason, count in sorted(report.rejected.items()):

@@ -15,7 +15,7 @@ def events(
     name: Annotated[str, typer.Option(help="Only names that start so, e.g. `unit.`.")] = "",
     as_json: JsonFlag = False,
 ) -> None:
-    """Show what happened, newest first, also what retention moved out of the index."""
+    """Show what happened, newest first. What retention moved out of the index is shown as well."""
     import json
 
     from strawflow.cli import output

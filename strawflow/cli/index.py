@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from strawflow.cli import output
 from strawflow.cli.group import QuickGroup
 from strawflow.cli.options import JsonFlag, RunArgument, opened, run_folder
+from strawflow.plural import counted
 
 if TYPE_CHECKING:
     from strawflow.flow.quarantine import QuarantineReport
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     cls=QuickGroup,
-    help="Upgrade, check, back up, restore, rebuild or repair the index of a run.",
+    help="Upgrade, check, back up, restore, rebuild, repair an index.",
     no_args_is_help=True,
 )
 
@@ -29,9 +31,8 @@ LossyFlag = Annotated[
 
 @app.command()
 def upgrade(run: RunArgument, as_json: JsonFlag = False) -> None:
-    """Bring the index to the revision this program works with; stop all workers before."""
+    """Bring the index to this program's revision. Stop all workers before."""
     from strawflow import config as configuration
-    from strawflow.cli import output
     from strawflow.cli.worker import existing_run
     from strawflow.flow.run import CONFIG_FILE, open_index
     from strawflow.index import migrate
@@ -47,15 +48,14 @@ def upgrade(run: RunArgument, as_json: JsonFlag = False) -> None:
     if as_json:
         output.print_json({"before": before, "after": after, "changed": before != after})
     elif before == after:
-        print(f"the index is at revision {after}, nothing to do")
+        output.say(f"the index is at revision {after}, nothing to do")
     else:
-        print(f"the index went from revision {before or 'none'} to {after}")
+        output.say(f"the index went from revision {before or 'none'} to {after}")
 
 
 @app.command()
 def check(run: RunArgument, as_json: JsonFlag = False) -> None:
-    """Read every stored extent and ask every promise of the index; exit 11 when one is broken."""
-    from strawflow.cli import output
+    """Read every extent and ask every promise of the index. Exits with 11 when one is broken."""
     from strawflow.errors import CorruptPackError
     from strawflow.flow.check import check as check_run
 
@@ -64,14 +64,15 @@ def check(run: RunArgument, as_json: JsonFlag = False) -> None:
     if as_json:
         output.print_json({"is_sound": report.is_sound, **output.plain(report)})
     else:
-        print(
-            f"{run_folder(run)}: read {report.num_extents} extents of {report.num_packs} packs, "
-            f"{report.num_rows} rows, {output.size(report.num_bytes)}"
+        output.say(
+            f"{run_folder(run)}: read {counted(report.num_extents, 'extent')} of {counted(report.num_packs, 'pack')}, "
+            f"{counted(report.num_rows, 'row')}, {output.size(report.num_bytes)}"
         )
-        print(
-            f"no row names {report.num_unnamed} messages in packs ({output.size(report.unnamed_bytes)}) and "
-            f"{report.num_unnamed_files} files ({output.size(report.unnamed_file_bytes)}); "
-            f"{report.num_quarantined} damaged extents that nothing needs are in quarantine"
+        output.say(
+            f"no row names {counted(report.num_unnamed, 'message')} in packs ({output.size(report.unnamed_bytes)}) and "
+            f"{counted(report.num_unnamed_files, 'file')} ({output.size(report.unnamed_file_bytes)}); "
+            f"{counted(report.num_quarantined, 'damaged extent that nothing needs is', 'damaged extents that nothing needs are')} "
+            "in quarantine"
         )
         output.print_table(
             ("check", "subject", "what is wrong"),
@@ -96,8 +97,7 @@ def backup(
     ] = 0,
     as_json: JsonFlag = False,
 ) -> None:
-    """Write the whole index, as it stands at one instant, into a folder; workers may go on meanwhile."""
-    from strawflow.cli import output
+    """Write the whole index into a folder. As it stands at one instant; workers may go on meanwhile."""
     from strawflow.flow.backup import backup as back_up
 
     with opened(run) as found:
@@ -106,12 +106,58 @@ def backup(
         output.print_json(made)
         return
     manifest = made.manifest
-    print(
-        f"{made.folder}: {manifest.num_rows} rows of {len(manifest.tables)} tables, {output.size(manifest.num_bytes)}, "
+    output.say(
+        f"{made.folder}: {counted(manifest.num_rows, 'row')} of {counted(len(manifest.tables), 'table')}, {output.size(manifest.num_bytes)}, "
         f"revision {manifest.revision}, incarnation {manifest.incarnation}"
     )
     for folder in made.removed:
-        print(f"removed {folder}")
+        output.say(f"removed {folder}")
+
+
+@app.command("backups")
+def list_backups(run: RunArgument, as_json: JsonFlag = False) -> None:
+    """List the backups inside a run, the oldest first.
+
+    Each by the number and name that `index restore --from` takes; one that cannot be used with the reason.
+    """
+    from strawflow.cli.worker import existing_run
+    from strawflow.errors import StrawflowError
+    from strawflow.flow.backup import backups_of, read_manifest
+
+    rows: list[dict[str, Any]] = []
+    for number, folder in enumerate(backups_of(existing_run(run)), start=1):
+        try:
+            found, problem = read_manifest(folder), None
+        except StrawflowError as error:
+            found, problem = None, error.message
+        rows.append(
+            {
+                "number": number,
+                "name": folder.name,
+                "rows": None if found is None else found.num_rows,
+                "num_bytes": None if found is None else found.num_bytes,
+                "incarnation": None if found is None else found.incarnation,
+                "problem": problem,
+            }
+        )
+    if as_json:
+        output.print_json(rows)
+        return
+    output.print_table(
+        ("number", "name", "rows", "bytes", "incarnation", "problem"),
+        [
+            (
+                row["number"],
+                row["name"],
+                row["rows"],
+                None if row["num_bytes"] is None else output.size(row["num_bytes"]),
+                row["incarnation"],
+                row["problem"],
+            )
+            for row in rows
+        ],
+        empty=f"no backups in {run_folder(run)}; `strawflow index backup {run}` makes one",
+    )
 
 
 @app.command()
@@ -120,7 +166,10 @@ def restore(
     source: Annotated[
         str,
         typer.Option(
-            "--from", metavar="FOLDER", envvar="STRAWFLOW_INDEX_RESTORE_FROM", help="Folder of the backup."
+            "--from",
+            metavar="BACKUP",
+            envvar="STRAWFLOW_INDEX_RESTORE_FROM",
+            help="Folder of the backup, or name or number of one of RUN/backups (`strawflow index backups`).",
         ),
     ],
     replace: Annotated[
@@ -130,13 +179,17 @@ def restore(
     yes: YesFlag = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Bring the index back to a backup and on to what the packs tell since, all workers stopped; exit 11 when packs are missing."""
-    from strawflow.cli import output
+    """Bring the index back to a backup, and on to what packs tell.
+
+    All workers must be stopped. Exits with 11 when packs are missing.
+    """
     from strawflow.cli.worker import existing_run
     from strawflow.flow import restore as restoring
+    from strawflow.flow.backup import find_backup
 
     verb = restoring.restore if yes else restoring.plan
-    outcome = verb(existing_run(run), Path(source).absolute(), may_replace=replace, lossy=lossy)
+    root = existing_run(run)
+    outcome = verb(root, find_backup(root, source), may_replace=replace, lossy=lossy)
     if as_json:
         output.print_json(outcome)
     else:
@@ -154,41 +207,43 @@ def _exit_if_missing(found: Reconstruction) -> None:
 
 def _print_restoration(run: Path, outcome: Restoration) -> None:
     manifest = outcome.manifest
-    there = "unreadable" if outcome.num_rows_replaced is None else f"{outcome.num_rows_replaced} rows"
-    print(f"{outcome.folder}: sound, taken {manifest.created_at} from {manifest.dialect}")
-    print(
-        f"{'restored' if outcome.done else 'would restore'} its {manifest.num_rows} rows into {outcome.index} "
+    there = "unreadable" if outcome.num_rows_replaced is None else counted(outcome.num_rows_replaced, "row")
+    output.say(f"{outcome.folder}: sound, taken {manifest.created_at} from {manifest.dialect}")
+    output.say(
+        f"{'restored' if outcome.done else 'would restore'} its {counted(manifest.num_rows, 'row')} into {outcome.index} "
         f"({outcome.found}, {there}); incarnation {outcome.incarnation}"
     )
     if outcome.replayed is not None:
         _print_reconstruction(outcome.replayed)
     if not outcome.done:
-        print("nothing was changed; --yes does it")
+        output.say("nothing was changed; --yes does it")
         return
-    print(
-        f"{outcome.num_sessions_lost} sessions were declared lost, {outcome.num_units_ready} units are offered again"
+    output.say(
+        f"{counted(outcome.num_sessions_lost, 'session was', 'sessions were')} declared lost, "
+        f"{counted(outcome.num_units_ready, 'unit is', 'units are')} offered again"
     )
     if outcome.kept is not None:
-        print(f"the damaged index is kept as {outcome.kept}")
+        output.say(f"the damaged index is kept as {outcome.kept}")
     if outcome.replayed is not None:
         _print_next(run, outcome.replayed)
 
 
 def _print_next(run: Path, found: Reconstruction) -> None:
     if found.num_missing:
-        print(
-            f"{found.num_missing} packs that the index names are missing or too short: put the files back from a copy, or "
+        output.say(
+            f"{counted(found.num_missing, 'pack that the index names is', 'packs that the index names are')} missing or too short: put the files back from a copy, or "
             f"`strawflow index quarantine {run} --yes` sets aside what they held and `--reopen` has it generated again"
         )
-    print(f"nothing is swept until packs and index were matched; next: strawflow storage reconcile {run}")
+    output.say(
+        f"nothing is swept until packs and index were matched; next: strawflow storage reconcile {run}"
+    )
 
 
 @app.command()
 def rebuild(
     run: RunArgument, lossy: LossyFlag = False, yes: YesFlag = False, as_json: JsonFlag = False
 ) -> None:
-    """Build a lost index anew from packs, journal, checkpoints and weights, all workers stopped."""
-    from strawflow.cli import output
+    """Build a lost index anew from the run's other files. All workers must be stopped."""
     from strawflow.cli.worker import existing_run
     from strawflow.flow import rebuild as rebuilding
 
@@ -198,19 +253,19 @@ def rebuild(
         output.print_json(outcome)
         _exit_if_missing(outcome.rebuilt)
         return
-    print(
+    output.say(
         f"{'rebuilt' if outcome.done else 'would rebuild'} {outcome.index} ({outcome.found}); "
         f"incarnation {outcome.incarnation}"
     )
     _print_reconstruction(outcome.rebuilt)
     output.print_table(("units", "number"), list(outcome.units.items()), empty="no units")
-    print("no pack holds, and so is gone: " + "; ".join(outcome.not_kept))
+    output.say("no pack holds, and so is gone: " + "; ".join(outcome.not_kept))
     if outcome.kept is not None:
-        print(f"the damaged index is kept as {outcome.kept}")
+        output.say(f"the damaged index is kept as {outcome.kept}")
     if outcome.done:
         _print_next(run_folder(run), outcome.rebuilt)
     else:
-        print("nothing was changed; --yes does it")
+        output.say("nothing was changed; --yes does it")
     _exit_if_missing(outcome.rebuilt)
 
 
@@ -228,14 +283,15 @@ def quarantine(
     yes: YesFlag = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Find damaged extents, contain them, and say what each of them held and what becomes of it.
+    """Find damaged extents, contain them, tell what they held.
+
+    And what becomes of it.
 
     A group that a consumer has trained or dropped is never generated again: that consumer would get it twice. With
     --reopen it is dropped, for ever, for each consumer that still waits for it; without, that consumer stops at it.
     Restore the file from a copy and run this again instead if such a consumer must have it.
     A consumer made later is not offered what is in quarantine; what is given back is offered to it then.
     """
-    from strawflow.cli import output
     from strawflow.errors import CorruptPackError
     from strawflow.flow.quarantine import quarantine_damage
 
@@ -250,7 +306,6 @@ def quarantine(
 
 
 def _print_quarantine(report: QuarantineReport) -> None:
-    from strawflow.cli import output
 
     would = "" if report.done else "would be "
     output.print_table(
@@ -261,53 +316,58 @@ def _print_quarantine(report: QuarantineReport) -> None:
         ],
         empty="every extent that is named matches its checksum",
     )
+    unit = ("unit", "units")
     told = [
-        (f"extents {would}given back from quarantine", report.given_back),
-        (f"units {would}generated again", report.reopened),
+        (("extent", "extents"), f"{would}given back from quarantine", report.given_back),
+        (unit, f"{would}generated again", report.reopened),
         *(
-            (f"units {would}dropped for {line}: another consumer has trained or dropped them", unit_ids)
+            (unit, f"{would}dropped for {line}, being trained or dropped by another consumer", unit_ids)
             for line, unit_ids in report.dropped.items()
         ),
-        ("units left as they are; --reopen generates them again", report.left_open),
+        (unit, "left as found; --reopen has what they gave generated again", report.left_open),
         *(
             (
-                f"units wait for {line}, another consumer has trained or dropped them; --reopen drops them for it",
+                unit,
+                f"left waiting for {line}, trained or dropped by another consumer; --reopen drops for it what waits",
                 unit_ids,
             )
             for line, unit_ids in report.left_waiting.items()
         ),
-        ("units that have their fate and need nothing any more", report.trained),
-        ("units whose weights are gone, so that they cannot be generated again", report.unservable),
+        (unit, "with a fate, of no use to anybody any more", report.trained),
+        (unit, "whose weights are gone, so that nothing can generate them again", report.unservable),
     ]
-    for what, ids in told:
+    for (one, many), what, ids in told:
         if ids:
-            print(f"{len(ids)} {what}: {', '.join(map(str, ids[:20]))}{' ...' if len(ids) > 20 else ''}")
+            shown = f"{', '.join(map(str, ids[:20]))}{' ...' if len(ids) > 20 else ''}"
+            output.say(f"{counted(len(ids), one, many)} {what}: {shown}")
     for line, steps in report.voided.items():
-        print(f"batches of {line} {would}taken back: steps {', '.join(map(str, steps))}")
+        output.say(f"batches of {line} {would}taken back: steps {', '.join(map(str, steps))}")
     for what in report.beside:
-        print(what)
+        output.say(what)
     for what in report.stopped:
-        print(f"the run cannot go on without {what}")
+        output.say(f"the run cannot go on without {what}")
     if report.has_work and not report.done:
-        print("nothing was changed; --yes does it")
+        output.say("nothing was changed; --yes does it")
     elif report.damaged and not report.has_work:
-        print("all of it is in quarantine already: nothing was left to do")
+        output.say("all of it is in quarantine already: nothing was left to do")
 
 
 def _print_reconstruction(found: Reconstruction) -> None:
-    from strawflow.cli import output
 
-    print(
-        f"from {found.num_entries} journal entries: {found.num_segments} segments with {found.num_rows} prompts, "
-        f"{found.num_units} units, {found.num_batches} batches, {found.num_drops} drops, "
-        f"{found.num_checkpoints} checkpoints, {found.num_weights} weight versions, {found.num_branches} branches"
+    output.say(
+        f"from {counted(found.num_entries, 'journal entry', 'journal entries')}: {counted(found.num_segments, 'segment')} with "
+        f"{counted(found.num_rows, 'prompt')}, {counted(found.num_units, 'unit')}, "
+        f"{counted(found.num_batches, 'batch', 'batches')}, {counted(found.num_drops, 'drop')}, "
+        f"{counted(found.num_checkpoints, 'checkpoint')}, {counted(found.num_weights, 'weight version')}, "
+        f"{counted(found.num_branches, 'branch', 'branches')}"
     )
-    print(
-        f"from packs: {found.num_results} results and {found.num_parked} parked groups in {found.num_packs} packs without "
-        f"a row; {found.num_unverified} messages of them only by their form, their checksums being lost"
+    output.say(
+        f"from packs: {counted(found.num_results, 'result')} and {counted(found.num_parked, 'parked group')} in "
+        f"{counted(found.num_packs, 'pack')} without a row; {counted(found.num_unverified, 'message')} of them only by "
+        "form, checksums being lost"
     )
     for line, (position, planned) in found.positions.items():
-        print(f"consumer {line}: position {position}, planned {planned}")
+        output.say(f"consumer {line}: position {position}, planned {planned}")
     output.print_table(
         ("lost", "subject", "what is known"),
         [(loss.what, loss.subject, loss.message) for loss in found.losses],

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from enum import Enum
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from strawflow.cli.layout import Table
     from strawflow.errors import StrawflowError
 
 WIDTH_WITHOUT_TERMINAL = 160
@@ -62,34 +64,39 @@ def print_error(error: StrawflowError, *, as_json: bool) -> None:
 
 
 def console() -> Console:
-    """Return where people read: as wide as the terminal, or wide enough for pipes and logs."""
+    """Return where people read: as wide as the terminal or COLUMNS say, or wide enough for pipes and logs."""
     from rich.console import Console
 
-    width = None if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL
+    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDTH_WITHOUT_TERMINAL
     return Console(highlight=False, width=width)
 
 
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[Any]], *, empty: str) -> None:
-    """Print rows under their column names; `empty` stands for none."""
+def print_table(
+    columns: Sequence[str], rows: Sequence[Sequence[Any]], *, empty: str, optional: Sequence[str] = ()
+) -> None:
+    """Print rows under their column names; `empty` stands for none, `optional` columns are left out where it is narrow."""
     if not rows:
         print(empty)
         return
-    console().print(table(columns, rows))
+    console().print(table(columns, rows, optional=optional), soft_wrap=False)
 
 
-def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Any:
-    """Return a rich table of rows; numbers stand to the right."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
+def table(columns: Sequence[str], rows: Sequence[Sequence[Any]], *, optional: Sequence[str] = ()) -> Table:
+    """Return rows (at least one) as rich shows them; numbers stand to the right."""
+    from strawflow.cli.layout import Table, columns_of
 
-    made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for at, column in enumerate(columns):
-        is_number = all(isinstance(row[at], int | float) or row[at] is None for row in rows)
-        made.add_column(column, justify="right" if is_number else "left", overflow="fold")
-    for row in rows:
-        made.add_row(*(Text(cell(value)) for value in row))
-    return made
+    cells = [[cell(value) for value in row] for row in rows]
+    return Table(columns_of(columns, rows, cells, optional=optional))
+
+
+def say(text: str) -> None:
+    """Print a sentence, broken between words where it is wider than the terminal; whole into pipes and logs."""
+    if not (sys.stdout.isatty() or "COLUMNS" in os.environ):
+        print(text)
+        return
+    from strawflow.cli.layout import wrapped
+
+    print("\n".join(wrapped(text, console().width)))
 
 
 def cell(value: Any) -> str:

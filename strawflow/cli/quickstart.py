@@ -24,7 +24,7 @@ def quickstart(
     threads: Annotated[int | None, typer.Option(min=1, help="Threads of the trainer.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Make a small model and watch it learn a real task, with every byte of the run durable."""
+    """Make a small model and watch it learn a real task. Every byte of the run is durable."""
     arguments = ["--seed", str(seed), "--run", str(run_folder(run).resolve())]
     if steps is not None:
         arguments += ["--steps", str(steps)]

@@ -18,7 +18,10 @@ def replay(
     to_step: Annotated[int | None, typer.Option(min=1, help="Last step to train again.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Train stored batches again, without engine or prompts, and print each step's loss beside the recorded one."""
+    """Train stored batches again, without engine or prompts.
+
+    Each step's loss is printed beside the recorded one.
+    """
     arguments = [str(existing_run(run))]
     if from_step is not None:
         arguments += ["--from-step", str(from_step)]

@@ -27,7 +27,9 @@ def resume(
     ] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Start all workers of a run here and keep them running until its last step; goes on after any crash.
+    """Run all workers of a run here until its last step.
+
+    It goes on after any crash, and keeps the workers running.
 
     With --from and --branch a new line of history starts at that checkpoint: later batches, weights and checkpoints
     stay listed under the old branch and are not read. `strawflow branch create` makes it and starts nobody.

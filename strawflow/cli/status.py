@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from strawflow.cli.options import JsonFlag, RunArgument, opened
+from strawflow.plural import counted
 
 if TYPE_CHECKING:
     from strawflow.flow.status import RunStatus
@@ -18,7 +19,10 @@ def status(
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks of --watch.")] = 2.0,
     as_json: JsonFlag = False,
 ) -> None:
-    """Show where a run stands: progress, units, failures, workers, engines, weights, checkpoints, disk."""
+    """Show where a run stands, what is stuck and why.
+
+    Progress, units, failures, workers, engines, weights, checkpoints, disk.
+    """
     from strawflow.cli import output
     from strawflow.flow.status import snapshot
 
@@ -52,39 +56,40 @@ def render(s: RunStatus) -> Any:
     from rich.console import Group
     from rich.text import Text
 
-    parts: list[Any] = [Text(f"{s.name}: {s.progress.stage}", style="bold"), *_lines(s)]
-    parts += [part for part in (_units(s), _sessions(s), _engines(s), _failed(s), _events(s)) if part]
+    from strawflow.flow.status import BY_API
+
+    stage = "moved on through the API" if s.progress.stage == BY_API else s.progress.stage
+    parts: list[Any] = [Text(f"{s.name}: {stage}", style="bold"), _facts(s)]
+    for part in (_units(s), _sessions(s), _engines(s), _failed(s), _events(s)):
+        parts += ["", part] if part else []
     return Group(*parts)
 
 
-def _lines(s: RunStatus) -> list[Any]:
-    from rich.text import Text
-
+def _facts(s: RunStatus) -> Any:
+    from strawflow.cli.layout import Facts
     from strawflow.cli.output import cell, size
 
-    p = s.progress
     facts = [
         ("run", f"{s.root}  (branch {s.branch}, index {s.index_url})"),
-        (
-            "steps",
-            f"{p.trained} trained, {p.planned} planned, {p.position} covered by a checkpoint, of {p.total}"
-            + (f" ({p.warm_start_steps} of them warm start)" if p.warm_start_steps else ""),
-        ),
+        ("steps", _steps(s)),
     ]
     if s.last_batch is not None:
         b = s.last_batch
         facts.append(
             (
                 "last batch",
-                f"step {b.step} ({b.objective}): mean reward {cell(b.mean_reward)}, {b.num_sequences} sequences, "
-                f"{b.num_tokens} tokens, staleness up to {b.max_staleness}",
+                f"step {b.step} ({b.objective}): mean reward {cell(b.mean_reward)}, {counted(b.num_sequences, 'sequence')}, "
+                f"{counted(b.num_tokens, 'token')}, staleness up to {b.max_staleness}",
             )
         )
     if s.last_metrics is not None:
         measured = {k: v for k, v in s.last_metrics.items() if isinstance(v, int | float) and k != "fence"}
         facts.append(("last step", ", ".join(f"{k} {cell(v)}" for k, v in measured.items())))
     facts += [
-        (d.dataset_id, f"{d.num_rows} rows in {d.num_segments} segments, {d.num_admitted} admitted")
+        (
+            d.dataset_id,
+            f"{counted(d.num_rows, 'row')} in {counted(d.num_segments, 'segment')}, {d.num_admitted} admitted",
+        )
         for d in s.datasets
     ]
     waiting = ", ".join(f"{count} {purpose}" for purpose, count in sorted(s.offered.items())) or "none"
@@ -106,7 +111,18 @@ def _lines(s: RunStatus) -> list[Any]:
     )
     facts += _alarms(s)
     facts.append(("disk", ", ".join(f"{name} {size(used)}" for name, used in s.disk_bytes.items())))
-    return [Text.assemble((f"{name:<12} ", "dim"), value) for name, value in facts]
+    return Facts(facts)
+
+
+def _steps(s: RunStatus) -> str:
+    p = s.progress
+    if p.total is None:
+        told = [f"{c.consumer} {c.planned} planned, {c.position} committed" for c in s.consumers]
+        return f"{'; '.join(told)} (made through the API: no trainer's steps are planned)"
+    warm = f" ({p.warm_start_steps} of them warm start)" if p.warm_start_steps else ""
+    return (
+        f"{p.trained} trained, {p.planned} planned, {p.position} covered by a checkpoint, of {p.total}{warm}"
+    )
 
 
 def _alarms(s: RunStatus) -> list[tuple[str, str]]:
@@ -115,7 +131,7 @@ def _alarms(s: RunStatus) -> list[tuple[str, str]]:
     if s.shortage is not None:
         found.append(("STORAGE", f"nothing is admitted or claimed: {s.shortage}"))
     if s.num_quarantined:
-        held = f"{s.num_quarantined} damaged extents"
+        held = counted(s.num_quarantined, "damaged extent")
         found.append(("QUARANTINE", f"{held}; `strawflow index quarantine {s.root}` tells what they held"))
     if s.sweep_blocked is not None:
         why = s.sweep_blocked
@@ -141,11 +157,12 @@ def _units(s: RunStatus) -> Any:
 
 def _sessions(s: RunStatus) -> Any:
     from strawflow.cli.output import table
+    from strawflow.flow.status import BY_API
 
     if not s.sessions:
         return (
             f"no live worker; `strawflow resume {s.root}` starts them"
-            if s.progress.stage != "finished"
+            if s.progress.stage not in ("finished", BY_API)
             else None
         )
     roles: dict[str | None, list[str]] = {}

@@ -8,14 +8,16 @@ import typer
 
 from strawflow.cli.group import QuickGroup
 from strawflow.cli.options import JsonFlag, RunArgument, opened, run_folder
+from strawflow.plural import counted
 
 if TYPE_CHECKING:
     from strawflow.flow.sweep import Collected
     from strawflow.flow.usage import Usage
+    from strawflow.index.liveness import Waiting
 
 app = typer.Typer(
     cls=QuickGroup,
-    help="Show what a run takes on the disk; pin, retain, compact and sweep.",
+    help="Show what a run takes on disk; pin, retain, compact, sweep.",
     no_args_is_help=True,
 )
 
@@ -25,7 +27,7 @@ YesFlag = Annotated[bool, typer.Option("--yes", help="Do it; without, only say w
 
 @app.command()
 def usage(run: RunArgument, as_json: JsonFlag = False) -> None:
-    """Show bytes by kind, how much of them is named, the index, quota and free space."""
+    """Show bytes by kind, the index, quota and free space. Also how much of each kind is named."""
     from strawflow.cli import output
     from strawflow.flow.usage import usage_of
 
@@ -54,7 +56,7 @@ def pin(
     ] = "",
     as_json: JsonFlag = False,
 ) -> None:
-    """Keep a pack's file, a batch's rows, or the files of a checkpoint or weight version from being removed."""
+    """Keep a pack, batch, checkpoint or weight version. Its files, or a batch's rows, are not removed then."""
     from strawflow.cli import output
     from strawflow.flow import pins
     from strawflow.index.pins import PinKind
@@ -89,7 +91,7 @@ def unpin(
 
 @app.command("pins")
 def list_pins(run: RunArgument, as_json: JsonFlag = False) -> None:
-    """List the pins; void ones belong to worker sessions that are gone and hold nothing."""
+    """List the pins. Void ones belong to worker sessions that are gone, and hold nothing."""
     from strawflow.cli import output
     from strawflow.flow import pins
 
@@ -107,7 +109,10 @@ def list_pins(run: RunArgument, as_json: JsonFlag = False) -> None:
 
 @app.command()
 def sweep(run: RunArgument, yes: YesFlag = False, as_json: JsonFlag = False) -> None:
-    """Remove what nothing names: unnamed extents' rows, packs without any, files and folders without a row."""
+    """Remove what nothing names.
+
+    Rows of extents that nothing names, packs without any other, files and folders without a row.
+    """
     from strawflow.flow import quota
     from strawflow.flow import sweep as sweeping
     from strawflow.flow.session import WorkerSession
@@ -119,6 +124,8 @@ def sweep(run: RunArgument, yes: YesFlag = False, as_json: JsonFlag = False) -> 
         else:
             collected = sweeping.plan_sweep(found)
     _print(collected, as_json=as_json, empty="nothing to sweep")
+    if collected.waiting is not None and not as_json:
+        _print_waiting(collected.waiting)
 
 
 @app.command()
@@ -133,7 +140,7 @@ def compact(
     yes: YesFlag = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Copy what is named in half-empty and in small packs together; the old files go with a sweep."""
+    """Copy what half-empty and small packs hold into new ones. The old files go with a sweep."""
     from strawflow.flow import compact as compacting
     from strawflow.flow import quota
     from strawflow.flow.session import WorkerSession
@@ -144,7 +151,13 @@ def compact(
                 collected = compacting.compact(session, min_live=min_live)
         else:
             collected = compacting.plan_compaction(found, min_live=min_live)
-    _print(collected, as_json=as_json, empty="nothing to compact")
+        grace_s = found.config.storage.sweep_grace_s
+    _print(
+        collected,
+        as_json=as_json,
+        empty="nothing to compact",
+        later=f"with a sweep {grace_s:.0f} s from then",
+    )
 
 
 @app.command()
@@ -164,7 +177,10 @@ def retain(
     yes: YesFlag = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Let what grew old leave: checkpoints, weights, batches, trajectories, units, receipts, events; see section storage."""
+    """Let what grew old leave, as section storage says.
+
+    Checkpoints, weights, batches, trajectories, units, receipts, events.
+    """
     from dataclasses import replace
 
     from strawflow.flow import quota
@@ -201,7 +217,7 @@ def reconcile(
     yes: YesFlag = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Match the packs against a restored or rebuilt index, and allow sweeping again; exit 7 when it is not allowed."""
+    """Match the packs against a restored or rebuilt index. Allows sweeping again; exits with 7 when it is not allowed."""
     from strawflow.cli import output
     from strawflow.errors import ConflictError
     from strawflow.flow.reconcile import reconcile as match
@@ -229,28 +245,57 @@ def _way_on(run: str, collected: Collected) -> str:
     )
 
 
-def _print(collected: Collected, *, as_json: bool, empty: str) -> None:
+def _print_waiting(waiting: Waiting) -> None:
+    from datetime import UTC, datetime, timedelta
+
+    from strawflow.cli import output
+
+    now = datetime.now(UTC)
+    first, last = (f"{now + timedelta(seconds=s):%H:%M:%S}" for s in (waiting.first_in_s, waiting.last_in_s))
+    until = f"until {first}" if first == last else f"the first until {first}, the last until {last}"
+    packs = counted(waiting.num_packs, "condemned pack waits", "condemned packs wait")
+    output.say(
+        f"{packs} ({output.size(waiting.num_bytes)}), {until} UTC; a sweep after that removes their files"
+    )
+
+
+def _print(collected: Collected, *, as_json: bool, empty: str, later: str = "with a later sweep") -> None:
     from strawflow.cli import output
 
     if as_json:
-        output.print_json({**output.plain(collected), "num_bytes": collected.num_bytes})
+        sums = {"num_bytes": collected.num_bytes, "later_bytes": collected.later_bytes}
+        output.print_json({**output.plain(collected), **sums})
         return
     _print_items(collected, empty=empty)
     if not collected.items:
         return
-    freed = output.size(collected.num_bytes)
-    print(
-        f"{freed} freed" if collected.done else f"{freed} would be freed; nothing was changed, --yes does it"
-    )
+    packs = [item for item in collected.items if item.what == "pack"]
+    told = [f"{output.size(collected.num_bytes)} {'freed' if collected.done else 'would be freed'}"]
+    if packs:
+        would = "" if collected.done else "would "
+        freed = output.size(collected.later_bytes)
+        told.append(
+            f"{counted(len(packs), 'pack')} {would}go {later}, which {would or ''}{'free' if would else 'frees'} {freed}"
+        )
+    if not collected.done:
+        told.append("nothing was changed, --yes does it")
+    output.say("; ".join(told))
 
 
 def _print_items(collected: Collected, *, empty: str) -> None:
     from strawflow.cli import output
 
-    rows = [(item.what, item.subject, item.why, output.size(item.num_bytes)) for item in collected.items]
-    columns = ("what", "which", "why", "bytes")
-    width = len(columns) if collected.num_bytes else len(columns) - 1  # a column of zeros says nothing
-    output.print_table(columns[:width], [row[:width] for row in rows], empty=empty)
+    columns = ["what", "which", "why"]
+    rows: list[list[Any]] = [[item.what, item.subject, item.why] for item in collected.items]
+    # A column of zeros says nothing.
+    for name, sizes in (
+        ("bytes", [item.num_bytes for item in collected.items]),
+        ("frees", [item.later_bytes for item in collected.items]),
+    ):
+        if any(sizes):
+            columns.append(name)
+            rows = [[*row, output.size(num_bytes)] for row, num_bytes in zip(rows, sizes, strict=True)]
+    output.print_table(columns, rows, empty=empty)
 
 
 def _print_usage(seen: Usage) -> None:
@@ -270,15 +315,15 @@ def _print_usage(seen: Usage) -> None:
         ],
         empty="no packs yet",
     )
-    print(", ".join(f"{name} {output.size(used)}" for name, used in seen.disk_bytes.items()))
+    output.say(", ".join(f"{name} {output.size(used)}" for name, used in seen.disk_bytes.items()))
     if seen.unknown_files or seen.condemned_bytes:
-        print(
-            f"for the sweep: {seen.unknown_files} files ({output.size(seen.unknown_bytes)}) without a row, condemned "
-            f"packs {output.size(seen.condemned_bytes)}"
+        output.say(
+            f"for the sweep: {counted(seen.unknown_files, 'file')} ({output.size(seen.unknown_bytes)}) without a row, "
+            f"condemned packs {output.size(seen.condemned_bytes)}"
         )
     room = seen.room
     quota = output.size(room.quota_bytes) if room.quota_bytes else "none"
-    print(
+    output.say(
         f"in all {output.size(room.used_bytes)}, quota {quota}; free {output.size(room.free_bytes)}, "
         f"{output.size(room.reserve_bytes)} of it kept in reserve"
     )

@@ -9,6 +9,7 @@ import typer
 from strawflow.cli.group import QuickGroup
 from strawflow.cli.options import JsonFlag, RunArgument, opened
 from strawflow.cli.worker import ForceFlag, fence_off
+from strawflow.plural import counted
 
 if TYPE_CHECKING:
     from strawflow.flow.status import UnitDetail
@@ -81,7 +82,7 @@ def list_units(
 def show(
     run: RunArgument, unit: Annotated[int, typer.Argument(help="Id of the unit.")], as_json: JsonFlag = False
 ) -> None:
-    """Open one unit: its prompt, its accepted trajectories, what became of it, its events.
+    """Open one unit: prompt, trajectories, fate, events.
 
     Damage is told in place of what it hit, and the exit code is 11 then.
     """
@@ -107,7 +108,7 @@ def retry(
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Offer failed units again with fresh attempts; one already recorded as dropped stays dropped."""
+    """Offer failed units again. Attempts start afresh; one already recorded as dropped stays dropped."""
     from strawflow.cli import output
     from strawflow.flow.retry import retry_failed, retry_unit
 
@@ -116,7 +117,8 @@ def retry(
     if as_json:
         output.print_json({"retried": retried})
     else:
-        print(f"{len(retried)} units are ready again" if retried else "no failed unit to retry")
+        num = len(retried)
+        print(f"{counted(num, 'unit is', 'units are')} ready again" if retried else "no failed unit to retry")
 
 
 @app.command()
@@ -128,7 +130,7 @@ def release(
     force: ForceFlag = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Give back what a dead worker holds, at once; refused for one that lives. Same as `worker fence`."""
+    """Give back what a dead worker holds, at once. Refused for one that lives. Same as `worker fence`."""
     fence_off(run, worker, force=force, as_json=as_json)
 
 
@@ -136,22 +138,25 @@ def _print(detail: UnitDetail) -> None:
     from strawflow.cli import output
 
     u = detail.unit
-    print(
-        f"unit {u.unit_id}: {u.purpose}, {u.state}, fence {u.fence}, {u.attempts} attempts, {u.crashes} crashes, "
+    output.say(
+        f"unit {u.unit_id}: {u.purpose}, {u.state}, fence {u.fence}, {counted(u.attempts, 'attempt')}, "
+        f"{counted(u.crashes, 'crash', 'crashes')}, "
         f"epoch {u.epoch}, row {u.position} of segment {u.segment_id}"
     )
     if detail.is_retired:
-        print("retired: it left the index, this is what the history holds of it; its trajectories are gone")
+        output.say(
+            "retired: it left the index, this is what the history holds of it; its trajectories are gone"
+        )
     if u.session_id:
         print(f"leased to {u.session_id}")
     if u.last_error:
-        print(f"last error: {u.last_error}")
+        output.say(f"last error: {u.last_error}")
     if detail.prompt is None:
-        print(f"DAMAGED prompt: {detail.prompt_damage}")
+        output.say(f"DAMAGED prompt: {detail.prompt_damage}")
     else:
-        print(f"prompt: {output.clipped(detail.prompt['prompt'], 300)}")
-        print(f"label: {output.clipped(detail.prompt['label'], 120) or '-'}")
-        print(f"from {detail.prompt['source']}, line {detail.prompt['source_line']}")
+        output.say(f"prompt: {output.clipped(detail.prompt['prompt'], 300)}")
+        output.say(f"label: {output.clipped(detail.prompt['label'], 120) or '-'}")
+        output.say(f"from {detail.prompt['source']}, line {detail.prompt['source_line']}")
     for fate in detail.fates:
         where = "" if fate["step"] is None else f" in step {fate['step']}"
         print(

@@ -16,6 +16,7 @@ import typer
 
 from strawflow.cli.group import QuickGroup
 from strawflow.cli.options import JsonFlag, RunArgument, run_folder
+from strawflow.plural import counted
 
 ForceFlag = Annotated[
     bool, typer.Option("--force", help="Also if it seems to live; what it hands in later is refused.")
@@ -41,7 +42,7 @@ NEEDS: dict[str, tuple[tuple[str, str], ...]] = {
 # --json on a worker decides how an error before its start is told; the worker itself logs.
 app = typer.Typer(
     cls=QuickGroup,
-    help="Run one worker of a run in this process; list and fence those of a run.",
+    help="Run one worker of a run here; list and fence those of a run.",
     no_args_is_help=True,
 )
 
@@ -103,7 +104,7 @@ def _require(module: str, extra: str, verb: str) -> None:
 
 @app.command()
 def rollout(run: RunArgument, as_json: JsonFlag = False) -> None:
-    """Lease prompt groups, generate with an engine, score, store the trajectories."""
+    """Lease prompt groups, generate, score, store trajectories."""
     replace_by_worker("rollout", [str(existing_run(run))])
 
 
@@ -127,7 +128,7 @@ def list_workers(
     ] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """List worker sessions: where each runs, how long its lease still holds, what it holds."""
+    """List worker sessions. Where each runs, how long its lease still holds, what it holds."""
     from strawflow.cli import output
     from strawflow.cli.options import opened
     from strawflow.flow.fence import workers_of
@@ -154,6 +155,7 @@ def list_workers(
             for w in listed
         ],
         empty="no workers",
+        optional=("kind",),  # the session's name begins with it
     )
 
 
@@ -164,7 +166,7 @@ def fence(
     force: ForceFlag = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Declare a worker lost at once: its units are ready again, its roles free, its late writes refused."""
+    """Declare a worker lost at once. Its units are ready again, its roles free, its late writes refused."""
     fence_off(run, session, force=force, as_json=as_json)
 
 
@@ -179,4 +181,4 @@ def fence_off(run: str, session: str, *, force: bool, as_json: bool) -> None:
     if as_json:
         output.print_json({"worker": session, "released": num_units})
     else:
-        print(f"{session} is fenced off; {num_units} units are ready again")
+        output.say(f"{session} is fenced off; {counted(num_units, 'unit is', 'units are')} ready again")

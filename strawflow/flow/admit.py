@@ -12,8 +12,9 @@ the newest published and a lag of at most m, groups of steps up to w + 1 + m may
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from typing import Any
 
 from strawflow import config as configuration
@@ -38,8 +39,73 @@ EVAL_PRIORITY = 10
 MAX_ADMITTED = 1_000_000
 """Groups admitted in one call: all of them are made in memory and written in one transaction."""
 
+Maker = Callable[[Segment, int, int], NewUnit]
 Limits = Callable[[Connection], list[tuple[str, str, int]]]
 """Returns (dataset, profile, how many of it may have been admitted by now)."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When and in which order the groups of one admission are granted; a branch takes over the priority alone."""
+
+    priority: int | None = None
+    """Higher is granted first; None: that of the segment."""
+    scheduling_key: int = 0
+    """Inside a priority, lower is granted first."""
+    not_before: datetime | None = None
+    """Wall time, with its time zone, before which nothing of it is granted; None: at once."""
+
+    def require_valid(self) -> None:
+        """Raise InvalidInputError for what the index cannot hold, or a time that does not say of which zone it is."""
+        if self.priority is not None:
+            units.require_priority(self.priority)
+        if abs(self.scheduling_key) >= 1 << 63:
+            raise InvalidInputError(f"scheduling key {self.scheduling_key} is out of range: it has 64 bits")
+        if self.not_before is not None and self.not_before.tzinfo is None:
+            raise InvalidInputError(
+                f"not_before {self.not_before.isoformat()} has no time zone: give one, as datetime.now(UTC) has"
+            )
+
+    def fields(self) -> dict[str, Any]:
+        """Return what is set, as the journal holds it."""
+        at = self.not_before
+        told = {
+            "priority": self.priority,
+            "scheduling_key": self.scheduling_key or None,
+            "not_before": None if at is None else at.astimezone(UTC).isoformat(),
+        }
+        return {name: value for name, value in told.items() if value is not None}
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> Schedule:
+        at = fields.get("not_before")
+        return cls(
+            fields.get("priority"),
+            fields.get("scheduling_key", 0),
+            None if at is None else datetime.fromisoformat(at),
+        )
+
+    def maker(self, purpose: str, profile: str) -> Maker:
+        """Return what makes the unit of a row (segment, epoch, position)."""
+        # Told to the index as a delay: on SQLite its time is not the wall's.
+        delay_s = 0.0 if self.not_before is None else (self.not_before - datetime.now(UTC)).total_seconds()
+
+        def make(segment: Segment, epoch: int, position: int) -> NewUnit:
+            return NewUnit(
+                purpose,
+                profile,
+                segment.segment_id,
+                epoch,
+                position,
+                priority=segment.priority if self.priority is None else self.priority,
+                scheduling_key=self.scheduling_key,
+                delay_s=max(0.0, delay_s),
+            )
+
+        return make
+
+
+AT_ONCE = Schedule()
 
 
 def admit_due(session: WorkerSession) -> int:
@@ -71,22 +137,30 @@ def _limits(connection: Connection, run: Run) -> list[tuple[str, str, int]]:
 
 
 def admit_more(
-    session: WorkerSession, *, count: int, dataset_id: str = PROMPTS, profile: str = "train"
+    session: WorkerSession,
+    *,
+    count: int,
+    dataset_id: str = PROMPTS,
+    profile: str = "train",
+    schedule: Schedule = AT_ONCE,
 ) -> int:
     """Admit the next `count` prompts in epoch order, running into further epochs; returns how many were admitted.
 
     For a run whose trainer is not ours: nothing bounds it but the caller. 0 while too little disk is left to admit any.
 
     Raises:
-        InvalidInputError: the count is no whole number from 0 to MAX_ADMITTED, or nothing was ever enqueued to the dataset.
+        InvalidInputError: the count is no whole number from 0 to MAX_ADMITTED, nothing was ever enqueued to the dataset, or
+            the schedule cannot be.
     """
     branch = session.run.branch
+    schedule.require_valid()
     _require_admissible(session.run, count, dataset_id)
     return _admit(
         session,
         lambda connection: [
             (dataset_id, profile, datasets.num_admitted(connection, branch, dataset_id) + count)
         ],
+        schedule,
     )
 
 
@@ -151,6 +225,7 @@ class _Admission:
     """Of the dataset when the cursor was read."""
     read: list[list[Any]]
     """[segment_seq, rows, digest of the first extent] of the segments the units are from."""
+    schedule: Schedule
 
     def entry(self, run: Run, *, first_id: int) -> Entry:
         body = {
@@ -164,6 +239,8 @@ class _Admission:
             "num_segments": self.num_segments,
             "read": self.read,
         }
+        if told := self.schedule.fields():
+            body["schedule"] = told
         return Entry(EntryKind.ADMISSION, run.branch, body)
 
 
@@ -172,14 +249,19 @@ def cursor_fields(cursor: Cursor) -> list[int]:
     return [cursor.version, cursor.epoch, cursor.segment_seq, cursor.position, cursor.num_admitted]
 
 
-def _admit(session: WorkerSession, limits: Limits) -> int:
+def _admit(session: WorkerSession, limits: Limits, schedule: Schedule = AT_ONCE) -> int:
     run = session.run
     while True:
         with run.index.read() as connection:  # almost always there is nothing to do
             planned = [
                 admission
                 for dataset_id, profile, limit in limits(connection)
-                if (admission := _planned(connection, run, dataset_id, profile, limit=limit)) is not None
+                if (
+                    admission := _planned(
+                        connection, run, dataset_id, profile, limit=limit, schedule=schedule
+                    )
+                )
+                is not None
             ]
         if not planned or quota.gauge(run).watch():
             return 0
@@ -192,7 +274,7 @@ def _admit(session: WorkerSession, limits: Limits) -> int:
 
 
 def _planned(
-    connection: Connection, run: Run, dataset_id: str, profile: str, *, limit: int
+    connection: Connection, run: Run, dataset_id: str, profile: str, *, limit: int, schedule: Schedule
 ) -> _Admission | None:
     before = datasets.cursor(connection, run.branch, dataset_id)
     wanted = limit - before.num_admitted
@@ -205,7 +287,7 @@ def _planned(
         segments,
         wanted,
         seed=run.config.run.seed,
-        make=lambda segment_id, epoch, position: NewUnit(purpose, profile, segment_id, epoch, position),
+        make=schedule.maker(purpose, profile),
     )
     used = {unit.segment_id for unit in new}
     read = [
@@ -213,7 +295,7 @@ def _planned(
         for s in segments
         if s.segment_id in used
     ]
-    return _Admission(profile, before, after, new, len(segments), read)
+    return _Admission(profile, before, after, new, len(segments), read, schedule)
 
 
 def _commit(session: WorkerSession, planned: Sequence[_Admission], first_id: int, limits: Limits) -> int:
@@ -254,7 +336,7 @@ def take_rows(
     count: int,
     *,
     seed: int,
-    make: Callable[[int, int, int], NewUnit],
+    make: Maker,
 ) -> tuple[list[NewUnit], Cursor]:
     """Take the next `count` rows in epoch order, running into further epochs as needed; returns them and the cursor.
 
@@ -272,7 +354,7 @@ def take_rows(
         row = place_in_epoch(
             position, num_rows=segment.num_rows, seed=seed, epoch=epoch, segment_seq=segment.segment_seq
         )
-        taken.append(make(segment.segment_id, epoch, row))
+        taken.append(make(segment, epoch, row))
         position += 1
     moved = replace(
         cursor,

@@ -139,6 +139,25 @@ def backups_of(root: Path) -> list[Path]:
     return sorted(folder for folder in found if _NAME.fullmatch(folder.name))
 
 
+def find_backup(root: Path, given: str) -> Path:
+    """Return the folder of a backup: a path to one, or the name of one of RUN/backups or its number, 1 being the oldest.
+
+    Raises:
+        NotFoundError: it is none of them; the message lists what is there.
+    """
+    there = backups_of(root)
+    if given.isdecimal() and 1 <= int(given) <= len(there):
+        return there[int(given) - 1]
+    for folder in (Path(given), root / FOLDER / given):
+        if (folder / MANIFEST).exists():
+            return folder.absolute()
+    listed = ", ".join(f"{number}: {folder.name}" for number, folder in enumerate(there, start=1))
+    raise NotFoundError(
+        f"{given!r} is no backup: it is no folder with a {MANIFEST} and not among those of {root / FOLDER}, which has "
+        f"{listed or 'none'}"
+    )
+
+
 def read_manifest(folder: Path) -> Manifest:
     """Return what a backup says of itself, its own checksum verified.
 

@@ -26,8 +26,10 @@ from strawflow.ids import Extent
 from strawflow.index import audit, checkpoints, liveness, packs, quarantine, weights
 from strawflow.index.packs import Pack
 from strawflow.packs.places import open_place
+from strawflow.packs.posix import file_of
 from strawflow.packs.reader import PackReader
 from strawflow.packs.scan import list_packs, open_scan
+from strawflow.plural import counted
 from strawflow.states import PackState
 from strawflow.weights.verify import verify_checkpoint, verify_weights
 
@@ -193,7 +195,7 @@ def _damage(
     ]
     report.num_quarantined += len(damaged) - len(told)
     if told and all(looked.is_missing for looked in told):
-        message = f"is missing, and {len(told)} extents that are named lie in it; {_NEXT}"
+        message = f"is missing, and {counted(len(told), 'extent that is named lies', 'extents that are named lie')} in it; {_NEXT}"
         yield Finding("pack", pack.path, message)
         return
     for looked in told:
@@ -222,7 +224,7 @@ def _check_file(run: Run, pack: Pack, extents: list[Extent], report: CheckReport
     if pack.state is not PackState.SEALED:
         return
     try:
-        with pa.OSFile(str(run.root / pack.path)) as source, pa.ipc.open_file(source) as file:
+        with pa.OSFile(str(file_of(run.root, pack.path))) as source, pa.ipc.open_file(source) as file:
             num_batches = file.num_record_batches
     except (pa.ArrowException, OSError) as error:
         yield Finding("pack", pack.path, f"was sealed, and Arrow readers cannot open it: {error}")

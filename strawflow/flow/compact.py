@@ -22,15 +22,17 @@ import pyarrow as pa
 from strawflow import faults
 from strawflow.errors import CorruptPackError, InvalidInputError, StorageError
 from strawflow.flow import journal, quota
+from strawflow.flow.index_place import SWEEP_BLOCKED
 from strawflow.flow.run import Run
 from strawflow.flow.session import WorkerSession
 from strawflow.flow.sweep import Collected, Item, drop_unnamed_rows, quiet_s, refuse_if_blocked
 from strawflow.ids import Extent
-from strawflow.index import events, liveness, packs, sessions
+from strawflow.index import events, liveness, meta, packs, sessions
 from strawflow.index.liveness import PackUse
 from strawflow.packs.reader import PackReader
 from strawflow.packs.store import MAX_PACK_BYTES
 from strawflow.packs.writer import PackWriter
+from strawflow.plural import counted
 from strawflow.records import schema_of
 
 SMALL_BYTES = 16 * 1024 * 1024
@@ -75,6 +77,22 @@ def compact(session: WorkerSession, *, min_live: float = MIN_LIVE) -> Collected:
         _require_room(session.run, group)
         done.items += _compact(session, group)
     return done
+
+
+def bring_out(session: WorkerSession, paths: Sequence[str]) -> None:
+    """Copy what is whole in these packs into new ones, each for itself; what is damaged stays, and so does its pack.
+
+    Nothing is copied of packs that are pinned or not quiet, and none while sweeping is blocked or the disk is full.
+    """
+    with session.run.index.read() as connection:
+        if not paths or meta.find(connection, SWEEP_BLOCKED) is not None:
+            return
+        uses = liveness.pack_uses(connection, quiet_s=quiet_s(session.run))
+    for use in uses:
+        if use.path in paths and use.is_quiet and not use.is_pinned:
+            group = Group(use.kind, (use,))
+            if quota.measure(session.run).free_bytes >= group.named_bytes:
+                _compact(session, group)
 
 
 def _groups(run: Run, min_live: float) -> list[Group]:
@@ -248,5 +266,6 @@ def live_share(use: PackUse) -> float:
 
 
 def _item(use: PackUse) -> Item:
-    why = f"{live_share(use):.0%} of its messages are named; its extents move to another pack, the file goes with a sweep"
-    return Item("pack", use.path, why, 0)
+    moved = counted(use.num_named, "named extent moves", "named extents move")
+    why = f"{moved} to another pack, {live_share(use):.0%} of its messages"
+    return Item("pack", use.path, why, 0, later_bytes=max(0, (use.num_bytes or 0) - use.named_bytes))

@@ -16,12 +16,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from strawflow import faults
+from strawflow.errors import InvalidInputError
 from strawflow.flow import journal
 from strawflow.flow.journal import Entry, EntryKind
 from strawflow.flow.session import WorkerSession
 from strawflow.ids import Extent
 from strawflow.index import datasets, events, packs
 from strawflow.index.engine import Connection
+from strawflow.index.units import require_priority
 from strawflow.prompts.reader import OnBadRow, ReadReport, read_prompts
 from strawflow.prompts.row import PromptKeys, PromptRow, to_record_batch
 from strawflow.prompts.source import PromptSource
@@ -54,16 +56,23 @@ class EnqueueRequest:
     keys: PromptKeys
     on_bad_row: OnBadRow = "fail"
     reject_path: Path | None = None
+    priority: int = 0
+    """Of the groups made of these rows: higher is granted first."""
 
 
 def enqueue(session: WorkerSession, request: EnqueueRequest) -> EnqueueReport:
     """Append the rows of a prompt file to a dataset.
 
     Raises:
-        InvalidInputError: a bad row under `fail`, or an unreadable file; nothing is enqueued.
+        InvalidInputError: a bad row under `fail`, an unreadable file, or a priority that cannot be; nothing is enqueued.
         NotFoundError: no such file.
         ConflictError: the dataset serves another purpose, or someone enqueued the same rows at the same time.
     """
+    require_priority(request.priority)
+    if request.priority and request.purpose == "eval":
+        raise InvalidInputError(
+            f"the prompts of {request.dataset_id!r} are for evaluation, which has a priority of its own: leave it out"
+        )
     report = EnqueueReport(request.dataset_id)
     read = ReadReport()
     rows = read_prompts(
@@ -184,6 +193,7 @@ def _try_commit(
         "num_rows": spool.num_rows,
         "source": str(request.source),
         "extents": [[first, journal.extent_ref(extent)] for first, extent in placed],
+        **({"priority": request.priority} if request.priority else {}),
     }
     try:
         with (
@@ -213,7 +223,11 @@ def _add_segment(
     datasets.ensure(connection, request.dataset_id, purpose=request.purpose)
     named = packs.name_extents(connection, [extent for _, extent in placed], session_id=session.session_id)
     segment = datasets.add_segment(
-        connection, request.dataset_id, num_rows=spool.num_rows, source=str(request.source)
+        connection,
+        request.dataset_id,
+        num_rows=spool.num_rows,
+        source=str(request.source),
+        priority=request.priority,
     )
     if segment.segment_seq != expected_seq:
         raise _SegmentTakenError

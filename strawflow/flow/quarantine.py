@@ -1,7 +1,9 @@
 """Quarantining: damaged extents are found, contained, and what they held is told and, on request, done again.
 
 1. Without `do` everything is only told.
-2. Quarantined are extents whose bytes do not match, never whole packs; one that is whole again is given back.
+2. Quarantined are extents whose bytes do not match, never whole packs; one that is whole again is given back. The file of a
+   damaged pack is set aside, out of the folder that people open whole, and is found under its path all the same; what is
+   whole in it is copied out first where that can be done now.
 3. Trained units are told, never opened again. A planned batch that no trainer has applied is taken back with all after it,
    and its groups wait to be planned again under a new id; one that a trainer has applied is needed for the replay: the
    file is restored, or the run goes on from a checkpoint before it on a branch.
@@ -21,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from strawflow.errors import ConflictError, StorageError
 from strawflow.flow import assemble, journal, rescue
 from strawflow.flow.check import Looked, read_packs
+from strawflow.flow.compact import bring_out
 from strawflow.flow.fence import who_and_how_to_end
 from strawflow.flow.journal import Entry, EntryKind
 from strawflow.flow.run import Run
@@ -29,6 +32,8 @@ from strawflow.index import consumers, events, quarantine, sessions
 from strawflow.index.consumers import Assignment, Role
 from strawflow.index.engine import Connection
 from strawflow.index.quarantine import HeldBatch, HeldPrompts, HeldUnit, Voided
+from strawflow.packs.posix import file_of, put_back, set_aside
+from strawflow.packs.scan import kind_of
 from strawflow.states import BatchState, UnitState
 
 CORRUPT = "corrupt"
@@ -267,6 +272,19 @@ def _sort_unit(report: QuarantineReport, unit: HeldUnit) -> None:
 
 
 def _contain(session: WorkerSession, report: QuarantineReport) -> None:
+    run, paths = session.run, sorted({damaged.path for damaged in report.damaged})
+    with run.index.read() as connection:
+        given_back = quarantine.paths_of(connection, report.given_back)
+    _note(session, report)
+    # crash here: damaged files where they were, and whole ones set aside, until this runs again
+    bring_out(session, [p for p in paths if kind_of(p) != journal.KIND and file_of(run.root, p).exists()])
+    for path in paths:
+        set_aside(run.root, path)
+    for path in given_back - set(paths):
+        put_back(run.root, path)
+
+
+def _note(session: WorkerSession, report: QuarantineReport) -> None:
     with session.run.index.begin() as connection:
         sessions.require_live(connection, session.session_id)
         for damaged in report.damaged:

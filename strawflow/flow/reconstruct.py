@@ -25,7 +25,7 @@ from strawflow.config import RunConfig
 from strawflow.errors import ConflictError, CorruptPackError
 from strawflow.flow import journal
 from strawflow.flow import journal_choice as choice
-from strawflow.flow.admit import cursor_fields, take_rows
+from strawflow.flow.admit import Schedule, cursor_fields, take_rows
 from strawflow.flow.assemble import UNIT_FAILED
 from strawflow.flow.branch import inherit_cursors, inherit_drops
 from strawflow.flow.found_lines import Lines, manifests_of, read_manifests
@@ -38,7 +38,6 @@ from strawflow.index import branches, consumers, datasets, meta, reconstruction,
 from strawflow.index.datasets import Cursor
 from strawflow.index.engine import Connection
 from strawflow.index.reconstruction import FoundResult
-from strawflow.index.units import NewUnit
 from strawflow.packs.scan import FOLDER
 from strawflow.packs.writer import PackWriter
 from strawflow.states import UnitState
@@ -198,7 +197,11 @@ class _Work:
         try:
             with self.connection.begin_nested():
                 segment = datasets.add_segment(
-                    self.connection, dataset_id, num_rows=body["num_rows"], source=body["source"]
+                    self.connection,
+                    dataset_id,
+                    num_rows=body["num_rows"],
+                    source=body["source"],
+                    priority=body.get("priority", 0),
                 )
                 datasets.add_segment_extents(
                     self.connection,
@@ -299,12 +302,13 @@ class _Work:
                 f"dataset {cursor.dataset_id!r} has none of the segments that units were admitted from"
             )
             return None
+        schedule = Schedule.from_fields(head.get("schedule", {}))
         new, moved = take_rows(
             cursor,
             segments,
             head["count"],
             seed=self.config.run.seed,
-            make=lambda segment_id, epoch, position: NewUnit(purpose, profile, segment_id, epoch, position),
+            make=schedule.maker(purpose, profile),
         )
         if cursor_fields(moved) != head["after"] or len(segments) != head["num_segments"]:
             self._on_hole(

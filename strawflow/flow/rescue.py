@@ -14,6 +14,7 @@ from strawflow.flow.run import Run
 from strawflow.flow.session import WorkerSession
 from strawflow.index import events, leases, packs, quarantine, sessions, weights
 from strawflow.index.packs import Pack
+from strawflow.packs.posix import file_of, set_aside
 from strawflow.packs.salvage import CorruptExtent, salvage
 from strawflow.packs.writer import PackWriter
 
@@ -95,6 +96,7 @@ def _recover(session: WorkerSession, pack: Pack) -> bool:
         contained = quarantine.listed(connection)
     extents = [extent for extent in named if extent.extent_id not in contained]
     if named and not extents:
+        set_aside(run.root, pack.path)  # programs before this one left it where it was
         return False  # nothing but damage is left in it, for whoever restores the file
     moved = {}
     corrupt: tuple[CorruptExtent, ...] = ()
@@ -104,7 +106,7 @@ def _recover(session: WorkerSession, pack: Pack) -> bool:
         salvaged = salvage(run.root, extents, target=target)
         moved, corrupt = salvaged.moved, salvaged.corrupt
         if corrupt:
-            # The damaged pack stays where it is, open, for whoever repairs it; reads of its extents raise.
+            # The damaged pack stays open, for whoever repairs it; reads of its extents raise.
             log.error("%s", CorruptPackError(corrupt[0].reason, pack=pack.path))
     checksums = journal.checksums(run.branch, moved.values())
     with journal.recorded(session, checksums) as record, run.index.begin() as connection:
@@ -132,7 +134,8 @@ def _recover(session: WorkerSession, pack: Pack) -> bool:
             num_corrupt=len(extents) - len(moved),
         )
     if is_condemned:
-        (run.root / pack.path).unlink(
-            missing_ok=True
-        )  # crash before: a condemned file, which the sweep removes
+        # crash before: a condemned file, which the sweep removes
+        file_of(run.root, pack.path).unlink(missing_ok=True)
+    elif corrupt:
+        set_aside(run.root, pack.path)  # crash before: the next recovery does it
     return True

@@ -31,6 +31,7 @@ from strawflow.index.consumers import Consumer
 from strawflow.index.engine import Connection
 from strawflow.index.retention import LeavingUnit, Limits
 from strawflow.packs.reader import PackReader
+from strawflow.plural import counted
 from strawflow.records import EVENT, HISTORY
 
 _CHUNK = 2000
@@ -226,9 +227,9 @@ def _moved_events(run: Run, name_prefix: str) -> Iterator[dict[str, Any]]:
 def batches_items(consumer: Consumer, steps: Sequence[int]) -> list[Item]:
     if not steps:
         return []
-    why = f"packed rows of {len(steps)} batches, steps {steps[0]} to {steps[-1]}; their bytes go with sweep and compaction"
+    why = f"packed rows of {counted(len(steps), 'batch', 'batches')}, steps {steps[0]} to {steps[-1]}; their bytes go with sweep and compaction"
     return [Item("batches", f"{consumer.branch_id}/{consumer.consumer}", why, 0)]
 
 
 def rows_item(what: str, subject: str, number: int) -> Item:
-    return Item(what, subject, f"{number} rows of the index", 0)
+    return Item(what, subject, f"{counted(number, 'row')} of the index", 0)

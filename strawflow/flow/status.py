@@ -68,17 +68,18 @@ class RoleHolder:
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands, in steps: position <= trained <= planned <= total."""
+    """Where a run stands, in steps: position <= trained <= planned <= total, of a run that our trainer trains."""
 
     stage: str
-    """`not started`, `warm start`, `rl` or `finished`."""
+    """`not started`, `warm start`, `rl` or `finished`; `api`: it is moved on through the public API, by no trainer of ours."""
     position: int
     """Last step a checkpoint covers: a crash goes back to here."""
     trained: int
     """Last step the trainer applied."""
     planned: int
-    """Last step whose batch is stored."""
-    total: int
+    """Last step whose batch is stored; of `api` that of the consumer that is furthest, as is the position."""
+    total: int | None
+    """None of `api`: how far it goes is the business of whoever moves it on."""
     warm_start_steps: int
 
 
@@ -91,6 +92,8 @@ class RunStatus:
     index_url: str
     branch: str
     progress: Progress
+    consumers: tuple[Consumer, ...]
+    """Every consumer of the branch, with its position and the last step planned for it."""
     datasets: tuple[DatasetSize, ...]
     units: tuple[UnitCount, ...]
     offered: dict[str, int]
@@ -134,7 +137,8 @@ def snapshot(run: Run, *, num_events: int = 8, num_failed: int = 5) -> RunStatus
             root=str(run.root),
             index_url=run.index.shown_url,
             branch=run.branch,
-            progress=_progress(run, consumer, newest, trained=steps[-1]["step"] if steps else 0),
+            progress=_progress(connection, run, newest, trained=steps[-1]["step"] if steps else 0),
+            consumers=tuple(consumers.listed(connection, run.branch)),
             datasets=tuple(datasets.listed(connection, run.branch)),
             units=tuple(UnitCount(*key, count) for key, count in sorted(counts.items())),
             offered=consumers.num_offered(connection, run.branch, run.consumer),
@@ -162,16 +166,24 @@ def snapshot(run: Run, *, num_events: int = 8, num_failed: int = 5) -> RunStatus
 def progress_of(run: Run) -> tuple[Progress, int]:
     """Return where a run stands and how many workers live: the line of a list of runs."""
     with run.index.read() as connection:
-        consumer = consumers.find(connection, run.branch, run.consumer)
         steps = checkpoints.steps_recorded(connection, run.branch, run.consumer)
         newest = weights.newest(connection, run.branch)
         live = sessions.listed(connection, live_only=True)
-    return _progress(run, consumer, newest, trained=steps[-1]["step"] if steps else 0), len(live)
+        progress = _progress(connection, run, newest, trained=steps[-1]["step"] if steps else 0)
+    return progress, len(live)
 
 
-def _progress(run: Run, consumer: Consumer, newest: WeightVersion | None, *, trained: int) -> Progress:
+BY_API = "api"
+
+
+def _progress(connection: Connection, run: Run, newest: WeightVersion | None, *, trained: int) -> Progress:
     config = run.config
+    consumer = consumers.find(connection, run.branch, run.consumer)
     if newest is None:
+        # Our own trainer publishes weights before anything is admitted.
+        if any(d.num_admitted for d in datasets.listed(connection, run.branch)):
+            furthest = max(consumers.listed(connection, run.branch), key=lambda c: (c.planned, c.position))
+            return Progress(BY_API, furthest.position, trained, furthest.planned, None, 0)
         stage = "not started"
     elif consumer.position >= config.total_steps:
         stage = "finished"

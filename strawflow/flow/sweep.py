@@ -40,8 +40,11 @@ from strawflow.flow.run import Run
 from strawflow.flow.session import STALL_S, WorkerSession
 from strawflow.index import events, liveness, meta, packs, pins, sessions
 from strawflow.index.engine import Connection
+from strawflow.index.liveness import Waiting
 from strawflow.index.reconstruction import incarnation_of
 from strawflow.packs.places import open_place
+from strawflow.packs.posix import file_of
+from strawflow.plural import counted
 
 REFERENCE_AGE_S = 1.5 * STALL_S
 """How long a live session may hold bytes that it has not named: its loop would count as hung before."""
@@ -69,6 +72,8 @@ class Item:
     why: str
     num_bytes: int
     """Bytes on disk that go with it now; 0 where only rows go, or the file later."""
+    later_bytes: int = 0
+    """Bytes that are free once a later sweep has removed its file."""
 
 
 @dataclass
@@ -77,10 +82,16 @@ class Collected:
 
     done: bool
     items: list[Item] = field(default_factory=list)
+    waiting: Waiting | None = None
+    """Told by a sweep: what the next ones have to remove."""
 
     @property
     def num_bytes(self) -> int:
         return sum(item.num_bytes for item in self.items)
+
+    @property
+    def later_bytes(self) -> int:
+        return sum(item.later_bytes for item in self.items)
 
 
 def plan_sweep(run: Run) -> Collected:
@@ -90,6 +101,7 @@ def plan_sweep(run: Run) -> Collected:
         refuse_if_blocked(connection)
         uses = liveness.pack_uses(connection, quiet_s=quiet_s(run))
         due = liveness.due_packs(connection, grace_s=grace_s)
+        waiting = liveness.waiting_packs(connection, grace_s=grace_s)
         num_void = sum(pin.is_void for pin in pins.listed(connection))
     items = [Item("pins", str(num_void), "their worker sessions are gone", 0)] if num_void else []
     quiet = [use for use in uses if use.is_quiet]
@@ -104,7 +116,8 @@ def plan_sweep(run: Run) -> Collected:
         if use.num_named == 0 and not use.is_pinned
     ]
     items += [_due_item(path, num_bytes) for _, path, num_bytes in due]
-    return Collected(False, items + list(_orphans(run)) + list(folders_without_a_row(run)))
+    items += list(_orphans(run)) + list(folders_without_a_row(run))
+    return Collected(False, items, waiting)
 
 
 def sweep(session: WorkerSession) -> Collected:
@@ -126,6 +139,8 @@ def sweep(session: WorkerSession) -> Collected:
     done.items += _unlink_due(session, grace_s)
     done.items += _remove_files(session, list(_orphans(run)))
     done.items += _remove_files(session, list(folders_without_a_row(run)))
+    with run.index.read() as connection:
+        done.waiting = liveness.waiting_packs(connection, grace_s=grace_s)
     if any(item.what != KEPT for item in done.items):
         with run.index.begin() as connection:
             events.record(
@@ -207,13 +222,14 @@ def _unlink_due(session: WorkerSession, grace_s: float) -> list[Item]:
 
 
 def _rows_item(path: str, number: int) -> Item:
-    return Item("extents", path, f"{number} of its extents are named by nothing", 0)
+    return Item(
+        "extents", path, f"{counted(number, 'extent of it is', 'extents of it are')} named by nothing", 0
+    )
 
 
 def _condemned_item(path: str, num_bytes: int, grace_s: float) -> Item:
-    return Item(
-        "pack", path, f"nothing names it; its {num_bytes} bytes go {grace_s:.0f} s after it is condemned", 0
-    )
+    why = f"nothing names it; its file goes with a sweep {grace_s:.0f} s after it is condemned"
+    return Item("pack", path, why, 0, later_bytes=num_bytes)
 
 
 def _due_item(path: str, num_bytes: int) -> Item:
@@ -238,7 +254,7 @@ def _orphans(run: Run) -> Iterator[Item]:
     with run.index.read() as connection:
         known = liveness.known_paths(connection, sizes)
     for path in sorted(sizes.keys() - known):
-        if _is_old(run.root / path, run.config.storage.sweep_grace_s):
+        if _is_old(file_of(run.root, path), run.config.storage.sweep_grace_s):
             yield Item("file", path, "no row of the index names it", sizes[path])
 
 
@@ -270,7 +286,7 @@ def _remove_files(session: WorkerSession, items: list[Item]) -> list[Item]:
         session.require_live()
         if item.what == KEPT:
             continue
-        path = session.run.root / item.subject
+        path = file_of(session.run.root, item.subject)
         try:
             if path.is_dir():
                 shutil.rmtree(path)

@@ -15,6 +15,7 @@ from sqlalchemy.engine import Connection
 
 from strawflow import clock
 from strawflow.errors import ConflictError, NotFoundError
+from strawflow.index import meta
 from strawflow.index import tables as t
 from strawflow.index.engine import insert_unless_there, lock_rows
 
@@ -26,6 +27,8 @@ class Segment:
     segment_seq: int
     num_rows: int
     source: str
+    priority: int = 0
+    """Of the groups made of it, unless their admission says otherwise."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,13 @@ def next_segment_seq(connection: Connection, dataset_id: str) -> int:
     return 0 if last is None else int(last) + 1
 
 
-def add_segment(connection: Connection, dataset_id: str, *, num_rows: int, source: str) -> Segment:
+_PRIORITY = "segment_priority:"
+"""Begins the key in meta of a segment's priority; the segment's id follows. Most segments have none."""
+
+
+def add_segment(
+    connection: Connection, dataset_id: str, *, num_rows: int, source: str, priority: int = 0
+) -> Segment:
     """Append an immutable segment; whoever appends to the same dataset waits."""
     whole = sa.select(t.datasets.c.dataset_id).where(t.datasets.c.dataset_id == dataset_id)
     connection.execute(lock_rows(whole, connection))
@@ -97,7 +106,9 @@ def add_segment(connection: Connection, dataset_id: str, *, num_rows: int, sourc
         )
         .returning(t.segments.c.segment_id)
     ).scalar_one()
-    return Segment(segment_id, dataset_id, seq, num_rows, source)
+    if priority:
+        meta.put(connection, f"{_PRIORITY}{segment_id}", str(priority))
+    return Segment(segment_id, dataset_id, seq, num_rows, source, priority)
 
 
 def add_segment_extents(connection: Connection, segment_id: int, extents: Sequence[tuple[int, int]]) -> None:
@@ -127,10 +138,17 @@ def add_rows(connection: Connection, dataset_id: str, rows: Sequence[tuple[bytes
 
 
 def segments_of(connection: Connection, dataset_id: str) -> list[Segment]:
+    key = sa.literal(_PRIORITY) + sa.cast(t.segments.c.segment_id, sa.String)
     rows = connection.execute(
-        sa.select(t.segments).where(t.segments.c.dataset_id == dataset_id).order_by(t.segments.c.segment_seq)
+        sa.select(t.segments, t.meta.c.value.label("priority"))
+        .outerjoin(t.meta, t.meta.c.key == key)
+        .where(t.segments.c.dataset_id == dataset_id)
+        .order_by(t.segments.c.segment_seq)
     )
-    return [Segment(r.segment_id, r.dataset_id, r.segment_seq, r.num_rows, r.source) for r in rows]
+    return [
+        Segment(r.segment_id, r.dataset_id, r.segment_seq, r.num_rows, r.source, int(r.priority or 0))
+        for r in rows
+    ]
 
 
 def segment_extent_ids(connection: Connection, segment_id: int) -> list[tuple[int, int]]:

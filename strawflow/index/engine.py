@@ -252,20 +252,33 @@ class Index:
             )
 
     def expire_after_reboot(self) -> bool:
-        """Expire every session when the host was booted again since (SQLite only); True if it was."""
+        """Expire every session when the host was booted again since (SQLite only); True if it was.
+
+        Times before which units are not offered stay what they are on the wall's clock, though index time began anew.
+        """
         if self.dialect != "sqlite":
             return False
-        now_boot = clock.boot_id()
+        facts = {"boot_id": clock.boot_id(), "booted_at": str(clock.wall_ms() / 1000 - clock.uptime_s())}
         with self.begin() as connection:
-            row = connection.execute(sa.select(t.meta.c.value).where(t.meta.c.key == "boot_id")).first()
-            if row is not None and row.value == now_boot:
+            rows = connection.execute(sa.select(t.meta).where(t.meta.c.key.in_(facts)))
+            before = {row.key: row.value for row in rows}
+            is_same_boot = before.get("boot_id") == facts["boot_id"]
+            if is_same_boot and "booted_at" in before:
                 return False
-            if row is None:
-                connection.execute(sa.insert(t.meta).values(key="boot_id", value=now_boot))
-            else:
-                connection.execute(sa.update(t.meta).where(t.meta.c.key == "boot_id").values(value=now_boot))
+            connection.execute(sa.delete(t.meta).where(t.meta.c.key.in_(facts)))
+            connection.execute(sa.insert(t.meta), [{"key": k, "value": v} for k, v in facts.items()])
+            if is_same_boot or "boot_id" not in before:
+                return False
             connection.execute(sa.update(t.sessions).values(expires_at=0.0))
-            return row is not None
+            not_before = t.units.c.not_before
+            # Not told by earlier programs, whose units waited a moment before a retry and for nothing else.
+            moved = (
+                not_before + float(before["booted_at"]) - float(facts["booted_at"])
+                if "booted_at" in before
+                else sa.null()
+            )
+            connection.execute(sa.update(t.units).where(not_before.is_not(None)).values(not_before=moved))
+            return True
 
 
 def now(connection: Connection) -> sa.ColumnElement[float]:

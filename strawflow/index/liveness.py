@@ -187,6 +187,30 @@ def due_packs(connection: Connection, *, grace_s: float) -> list[tuple[int, str,
     return [(r.pack_id, r.path, r.num_bytes or 0) for r in rows]
 
 
+@dataclass(frozen=True)
+class Waiting:
+    """Condemned packs whose files stay until their grace is over."""
+
+    num_packs: int
+    num_bytes: int
+    first_in_s: float
+    """Seconds until the first of them may go; 0 or less: a sweep removes it now."""
+    last_in_s: float
+
+
+def waiting_packs(connection: Connection, *, grace_s: float) -> Waiting | None:
+    """Tell of the condemned packs that are not due yet; None when there are none."""
+    at = t.packs.c.condemned_at
+    left = sa.func.coalesce(at, 0.0) + grace_s - now(connection)
+    row = connection.execute(
+        sa.select(
+            sa.func.count(), sa.func.sum(t.packs.c.num_bytes), sa.func.min(left), sa.func.max(left)
+        ).where(t.packs.c.state == PackState.CONDEMNED, ~_is_old(connection, at, age_s=grace_s))
+    ).one()
+    # PostgreSQL sums 64-bit integers to a Decimal
+    return Waiting(row[0], int(row[1] or 0), float(row[2]), float(row[3])) if row[0] else None
+
+
 def forget_pack(connection: Connection, pack_id: int) -> None:
     """Remove the row of a condemned pack whose file is gone."""
     connection.execute(

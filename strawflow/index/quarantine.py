@@ -55,6 +55,16 @@ def listed(connection: Connection) -> dict[int, str]:
     return {r.extent_id: r.reason for r in connection.execute(sa.select(q.extent_id, q.reason))}
 
 
+def paths_of(connection: Connection, extent_ids: Iterable[int]) -> set[str]:
+    """Return the paths of the packs that extents lie in."""
+    path, extent_id = t.packs.c.path, t.extents.c.extent_id
+    found = set[str]()
+    for chunk in _chunks(extent_ids):
+        joined = sa.select(path).join(t.extents, t.extents.c.pack_id == t.packs.c.pack_id)
+        found.update(connection.execute(joined.where(extent_id.in_(chunk))).scalars())
+    return found
+
+
 def _chunks(ids: Iterable[int]) -> Iterator[list[int]]:
     wanted = sorted(set(ids))
     for at in range(0, len(wanted), _CHUNK):

@@ -14,7 +14,7 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
-from strawflow.errors import ConflictError, IllegalTransitionError, NotFoundError
+from strawflow.errors import ConflictError, IllegalTransitionError, InvalidInputError, NotFoundError
 from strawflow.index import branches, events, meta, retired
 from strawflow.index import tables as t
 from strawflow.index.prepared import Prepared, Transaction, rows_value
@@ -75,6 +75,14 @@ class NewUnit:
     """Inside a priority, lower goes first."""
     delay_s: float = 0.0
     """Not offered before so many seconds have passed."""
+
+
+def require_priority(priority: int) -> None:
+    """Raise InvalidInputError for a priority that the index cannot hold: 32 bits."""
+    if abs(priority) >= 1 << 31:
+        raise InvalidInputError(
+            f"priority {priority} is out of range: give one between -2147483647 and 2147483647"
+        )
 
 
 LAST_UNIT_ID = "last_unit_id"

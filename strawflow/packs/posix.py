@@ -3,6 +3,8 @@
 1. A name is used once (O_EXCL). At level `host` its directory entry is durable before `create` returns.
 2. Pieces go down in one system call and are never joined in memory.
 3. A mapping is asked for only within the size of the file as it is now: a touch beyond it would kill the process.
+4. A pack that is set aside lies in packs/quarantine/<kind>/ and keeps its path: whoever asks for the path gets it from there,
+   while people who open all files of packs/<kind>/ do not. A file that is put back at the path comes first.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ from strawflow.errors import InvalidInputError
 from strawflow.packs.probe import Durability
 from strawflow.packs.sync import sync_path
 
+_PACKS = "packs/"
+_QUARANTINE = "packs/quarantine/"
 _MAX_PIECES = os.sysconf("SC_IOV_MAX")
 
 
@@ -39,10 +43,11 @@ class PosixPlace:
         return PosixOutput(self._root, path, head, syncs=durability == "host")
 
     def open(self, path: str) -> PosixInput:
-        return PosixInput(self._root / path)
+        return PosixInput(file_of(self._root, path))
 
     def sizes(self, folder: str) -> dict[str, int]:
-        found = {}
+        found: dict[str, int] = {}
+        set_aside: dict[str, int] = {}
         for directory, _, names in os.walk(self._root / folder):
             for name in names:
                 place = Path(directory, name)
@@ -54,12 +59,55 @@ class PosixPlace:
                     continue  # bytes that are no UTF-8: not written by us, and no text for an index
                 except FileNotFoundError:
                     continue  # removed since it was listed
-                if stat.S_ISREG(told.st_mode):  # opening a pipe would wait for ever
+                if not stat.S_ISREG(told.st_mode):
+                    continue  # opening a pipe would wait for ever
+                if (named := path.removeprefix(_QUARANTINE)) == path:
                     found[path] = told.st_size
-        return found
+                else:
+                    set_aside[f"{_PACKS}{named}"] = told.st_size
+        return set_aside | found
 
     def remove(self, path: str) -> None:
         (self._root / path).unlink(missing_ok=True)
+        _aside(self._root, path).unlink(missing_ok=True)
+
+
+def file_of(root: Path, path: str) -> Path:
+    """Return the file that a pack's path means: the one that lies there, else the one that was set aside from there."""
+    place, aside = root / path, _aside(root, path)
+    return aside if aside != place and not place.exists() and aside.exists() else place
+
+
+def set_aside(root: Path, path: str) -> None:
+    """Move a pack's file out of the folder of its kind; nothing to do where none lies there. Atomic and durable."""
+    place, aside = root / path, _aside(root, path)
+    if not place.exists():
+        return
+    aside.parent.mkdir(parents=True, exist_ok=True)
+    place.rename(aside)
+    _sync_both(place, aside)
+
+
+def put_back(root: Path, path: str) -> None:
+    """Bring a pack's file back to where its path says; one that lies there already takes its place."""
+    place, aside = root / path, _aside(root, path)
+    if not aside.exists():
+        return
+    if place.exists():
+        aside.unlink()
+    else:
+        aside.rename(place)
+    _sync_both(place, aside)
+
+
+def _aside(root: Path, path: str) -> Path:
+    told = path.removeprefix(_PACKS)
+    return root / path if told == path else root / f"{_QUARANTINE}{told}"
+
+
+def _sync_both(place: Path, aside: Path) -> None:
+    for directory in (place.parent, aside.parent, aside.parent.parent, place.parent.parent):
+        sync_path(directory)
 
 
 class PosixOutput:

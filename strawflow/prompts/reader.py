@@ -88,7 +88,7 @@ def read_prompts(
         raise InvalidInputError(f"on_bad_row is {on_bad_row!r}; it must be 'fail' or 'skip'")
     report = report if report is not None else ReadReport()
     source.check_exists()
-    rules = RowRules(keys, str(source.path), allow_empty=allow_empty)
+    rules = RowRules(keys, source.shown, allow_empty=allow_empty)
     with _RejectFile(reject_path) as rejects, closing(_records(source, keys, max_line_bytes)) as records:
         for record in records:
             report.num_records += 1
@@ -96,7 +96,7 @@ def read_prompts(
                 row = rules.check(_parse(record, max_line_bytes), line=record.number)
             except BadRowError as error:
                 if on_bad_row == "fail":
-                    raise InvalidInputError(f"{source.path}:{record.number}: {error.detail}") from error
+                    raise InvalidInputError(f"{source.shown}:{record.number}: {error.detail}") from error
                 report.rejected[error.reason] += 1
                 rejects.add(source, record, error)
             else:
@@ -187,7 +187,7 @@ class _RejectFile:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open(self._path, "a", encoding="utf-8", newline="\n")  # noqa: SIM115 (closed by __exit__)
         entry = {
-            "source": str(source.path),
+            "source": source.shown,
             "line": record.number,
             "reason": error.reason,
             "detail": error.detail,

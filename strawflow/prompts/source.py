@@ -39,6 +39,8 @@ class PromptSource:
     path: Path
     start: int | None = None
     stop: int | None = None
+    name: str | None = None
+    """What rows and messages call it; None: its path. For rows that came by no file and only pass through one."""
 
     @classmethod
     def parse(cls, text: str) -> PromptSource:
@@ -63,12 +65,17 @@ class PromptSource:
             stop=None if stop is None else int(stop),
         )
 
+    @property
+    def shown(self) -> str:
+        """The file as a row and a message name it, without the slice."""
+        return self.name or str(self.path)
+
     def __str__(self) -> str:
         if self.start is None and self.stop is None:
-            return str(self.path)
+            return self.shown
         start = "" if self.start is None else self.start
         stop = "" if self.stop is None else self.stop
-        return f"{self.path}@[{start}:{stop}]"
+        return f"{self.shown}@[{start}:{stop}]"
 
     @property
     def needs_count(self) -> bool:

@@ -352,6 +352,24 @@ def test_the_command_says_and_does_the_same(small: SmallRun, cli: Callable[..., 
     assert cli("storage", "compact", small.run.root, "--yes").out.strip() == "nothing to compact"
 
 
+def test_rows_say_what_moves_and_what_it_frees_and_a_sweep_when_the_files_go(
+    tmp_path: Path, settings: dict[str, str], cli: Callable[..., CliResult]
+) -> None:
+    with small_run(tmp_path, settings={**settings, "storage.sweep_grace_s": "3600"}) as small:
+        path = half_dead(small)
+        size = (small.run.root / path).stat().st_size
+        sweep(with_storage(small.run, sweep_grace_s=0.0))
+        (item,) = compacting.plan_compaction(with_storage(small.run, sweep_grace_s=0.0)).items
+        assert 0 < item.later_bytes < size
+        compact(with_storage(small.run, sweep_grace_s=0.0))
+        told = cli("storage", "sweep", small.run.root)
+        assert "1 condemned pack waits" in told.out
+        waiting = cli("storage", "sweep", small.run.root, "--json").json["waiting"]
+        assert (waiting["num_packs"], waiting["num_bytes"]) == (1, size)
+        assert 3000 < waiting["first_in_s"] == waiting["last_in_s"] <= 3600
+    assert "3 named extents move to another pack" in item.why
+
+
 def test_the_grace_holds_for_compacted_packs_too(small: SmallRun) -> None:
     path = half_dead(small)
     patient = with_storage(small.run, sweep_grace_s=3600.0)

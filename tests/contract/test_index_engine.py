@@ -5,16 +5,20 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import sqlalchemy as sa
 
+from strawflow import clock
 from strawflow.errors import StorageError
-from strawflow.index import consumers, meta
-from strawflow.index.engine import Connection, Index
-from strawflow.testing.runs import SmallRun
+from strawflow.flow import admit
+from strawflow.flow.run import open_run
+from strawflow.index import consumers, meta, sessions, tables
+from strawflow.index.engine import Connection, Index, now
+from strawflow.testing.runs import SmallRun, small_run
 
 
 def num_waiting(connection: Connection) -> int:
@@ -70,3 +74,29 @@ def test_a_database_that_takes_no_writes_now_is_a_storage_error_that_a_heartbeat
     with pytest.raises(StorageError, match=r"read-?only"):
         write()
     index.close()  # SQLite's connection would keep the word
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["booted_at", "of_an_earlier_program"])
+def test_a_boot_ends_sessions_and_keeps_the_times_before_which_units_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: bool
+) -> None:
+    small = small_run(tmp_path)
+    schedule = admit.Schedule(not_before=datetime.now(UTC) + timedelta(seconds=100))
+    admit.admit_more(small.session("rollout"), count=1, schedule=schedule)
+    with small.run.index.begin() as connection:
+        if not told:
+            meta.remove(connection, "booted_at")
+    for session in small.sessions.values():
+        session.__exit__(RuntimeError, RuntimeError("the host went down"), None)
+    small.run.close()
+    monkeypatch.setattr(clock, "boot_id", lambda: "another")
+    monkeypatch.setattr(clock, "uptime_s", lambda: 5.0)
+    run = open_run(small.run.root)
+    with run.index.read() as connection:
+        assert all(s.expires_in_s <= 0 for s in sessions.listed(connection, live_only=True))
+        waits_s = connection.execute(
+            sa.select(sa.func.max(tables.units.c.not_before) - now(connection))
+        ).scalar_one()
+    assert not run.index.expire_after_reboot()
+    run.close()
+    assert waits_s is None if not told else 90 < waits_s <= 100

@@ -6,12 +6,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import sqlalchemy as sa
 
+import strawflow
 from strawflow.errors import CommitUnknownError, ConflictError, InvalidInputError
 from strawflow.flow import admit
 from strawflow.flow.claim import Grant
@@ -77,6 +79,42 @@ def test_claims_go_by_priority_then_scheduling_key_then_first_in(make: Make) -> 
         unit(small, 4, priority=5, scheduling_key=1),
     )
     assert claimed(small) == [ids[2], ids[4], ids[1], ids[0], ids[3]]
+
+
+def test_what_a_store_admits_is_granted_by_priority_then_key_and_nothing_before_its_time(
+    make: Make, tmp_path: Path
+) -> None:
+    small = make()
+    drained(small)
+    more = [{"prompt": f"urgent {n}"} for n in range(2)]
+    with strawflow.open(small.run.root) as store:
+        with small.run.index.read() as connection:
+            first = (units.listed(connection, small.run.branch, newest_first=True, limit=1))[0].unit_id + 1
+        due = datetime.now(UTC) + timedelta(seconds=1)
+        assert store.admit(2) == 2
+        store.admit(1, scheduling_key=-1)
+        store.admit(1, priority=-1)
+        store.admit(1, priority=9, not_before=due)
+        store.admit(1, priority=5)
+        assert store.enqueue(more, dataset="urgent", priority=7) == 2
+        assert store.admit(2, dataset="urgent") == 2
+        assert store.admit(1, dataset="urgent", priority=0, scheduling_key=3) == 1
+        late, in_order = (
+            first + 4,
+            [first + 6, first + 7, first + 5, first + 2, first, first + 1, first + 8, first + 3],
+        )
+        assert claimed(small) == in_order
+        pause = threading.Event()
+        while not (found := claimed(small)):
+            pause.wait(0.05)
+        assert found == [late]
+        assert datetime.now(UTC) >= due
+        with pytest.raises(InvalidInputError, match="no time zone"):
+            store.admit(1, not_before=datetime(2030, 1, 1))
+        with pytest.raises(InvalidInputError, match="priority 4294967296 is out of range"):
+            store.admit(1, priority=1 << 32)
+        with pytest.raises(InvalidInputError, match="scheduling key"):
+            store.admit(1, scheduling_key=1 << 63)
 
 
 def test_parked_units_go_before_fresh_ones_those_of_the_oldest_weights_first(make: Make) -> None:

@@ -10,6 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import polars as pl
+import pyarrow.dataset as ds
 import pytest
 import sqlalchemy as sa
 
@@ -19,8 +21,10 @@ from strawflow.flow import complete as completing
 from strawflow.flow.branch import create_branch
 from strawflow.flow.check import check
 from strawflow.flow.quarantine import QuarantineReport, quarantine_damage
+from strawflow.flow.reconcile import reconcile
 from strawflow.flow.run import open_run
 from strawflow.index import batches, consumers, events, packs, quarantine, sessions, tables, units
+from strawflow.packs.posix import file_of
 from strawflow.states import BatchState, UnitState
 from strawflow.store import Store
 from strawflow.testing.damage import flip
@@ -29,7 +33,7 @@ from strawflow.testing.pack_rows import made_up_rows
 from strawflow.testing.runs import SmallRun, made_up_result, small_run
 from tests.contract.backed_up import reopened
 from tests.contract.lost_index import die, lose_index, on_sqlite
-from tests.contract.stored import end_sessions
+from tests.contract.stored import end_sessions, with_storage
 
 
 @pytest.fixture
@@ -176,6 +180,8 @@ def test_a_consumer_made_later_is_not_offered_what_is_in_quarantine_until_it_is_
     small: SmallRun,
 ) -> None:
     first, whole = half_consumed(small)
+    with small.run.index.read() as connection:
+        (path,) = [p.path for p in packs.listed(connection) if p.kind == "trajectory"]
     quarantine_damage(small.run, do=True, reopen=True)
     with Store(small.run).consumer("late") as late:
         batch = late.next_batch(9, at_least=1)
@@ -184,8 +190,6 @@ def test_a_consumer_made_later_is_not_offered_what_is_in_quarantine_until_it_is_
         assert first.unit_id not in batch.rows["unit_id"].to_pylist()
         late.advance()
     assert check(small.run).findings == []
-    with small.run.index.read() as connection:
-        (path,) = [p.path for p in packs.listed(connection) if p.kind == "trajectory"]
     (small.run.root / path).write_bytes(whole)
     assert repaired(small).given_back == [first.extent_id]
     assert offered_to(small, "late") == {first.unit_id}
@@ -195,6 +199,78 @@ def test_a_consumer_made_later_is_not_offered_what_is_in_quarantine_until_it_is_
         assert batch is not None
         assert set(batch.rows["unit_id"].to_pylist()) == {first.unit_id}
     finish(small)
+
+
+def test_a_glob_over_packs_misses_what_is_set_aside_and_everything_else_finds_it(small: SmallRun) -> None:
+    first, *others = sampled_apart(small, 4)
+    end_sessions(small)
+    whole = damage(small, first.extent_id or 0)
+    with small.run.index.read() as connection:
+        (path,) = [p.path for p in packs.listed(connection) if p.kind == "trajectory"]
+    folder, aside = small.run.root / "packs/trajectory", small.run.root / "packs/quarantine/trajectory"
+
+    def seen() -> set[int]:
+        by_glob = pl.scan_ipc(folder / "*.arrow").collect()["unit_id"].to_list()
+        assert set(ds.dataset(folder, format="ipc").to_table()["unit_id"].to_pylist()) == set(by_glob)
+        return set(by_glob)
+
+    assert seen() == {u.unit_id for u in (first, *others)}
+    quarantine_damage(with_storage(small.run, sweep_grace_s=0.0), do=True)
+    assert seen() == {u.unit_id for u in others}  # what was whole beside it was copied out
+    assert [p.name for p in aside.iterdir()] == [Path(path).name]
+    assert [d.path for d in quarantine_damage(small.run, do=False).damaged] == [path]
+    assert quarantine_damage(small.run, do=True).has_work is False
+    assert [f.check for f in check(small.run).findings] == ["extent"]  # it is needed
+    assert check(small.run).num_unnamed_files == 0
+    assert reconcile(small.run).items == []
+    (small.run.root / path).write_bytes(whole)
+    assert quarantine_damage(small.run, do=True).given_back == [first.extent_id]
+    assert check(small.run).findings == []
+    assert list(aside.iterdir()) == []
+    assert seen() == {u.unit_id for u in (first, *others)}
+
+
+def test_a_damaged_pack_of_a_killed_worker_is_out_of_the_way_of_a_glob(small: SmallRun) -> None:
+    first, second = sampled_apart(small, 2)
+    die(small)
+    damage(small, first.extent_id or 0)
+    for session in sessions_left(small):
+        rescue.declare_lost(small.run, session, reason="killed by the test")
+    rescue.recover_packs(small.session("rescue"))
+    end_sessions(small)
+    rows = pl.scan_ipc(small.run.root / "packs/trajectory/*.arrow").collect()
+    assert set(rows["unit_id"]) == {second.unit_id}
+    (aside,) = (small.run.root / "packs/quarantine/trajectory").iterdir()
+    assert [Path(d.path).name for d in quarantine_damage(small.run, do=False).damaged] == [aside.name]
+
+
+def sessions_left(small: SmallRun) -> list[str]:
+    with small.run.index.read() as connection:
+        return [s.session_id for s in sessions.listed(connection, live_only=True)]
+
+
+def test_a_pack_that_an_earlier_program_quarantined_in_its_place_is_set_aside_with_the_next_look(
+    small: SmallRun,
+) -> None:
+    (first,) = sampled_apart(small, 1)
+    end_sessions(small)
+    damage(small, first.extent_id or 0)
+    with small.run.index.begin() as connection:
+        quarantine.add(connection, first.extent_id or 0, reason="by an earlier program")
+        (length,) = (
+            e.length
+            for p in packs.listed(connection)
+            for e in packs.extents_of_pack(connection, p.pack_id)
+            if e.extent_id == first.extent_id
+        )
+    aside = small.run.root / "packs/quarantine/trajectory"
+    (damaged,) = quarantine_damage(small.run, do=True).damaged
+    assert damaged.was_known
+    (file,) = aside.iterdir()
+    flip(file, damaged.offset + length - 3)  # repaired where it lies
+    assert quarantine_damage(small.run, do=True).given_back == [first.extent_id]
+    assert (small.run.root / damaged.path).exists()
+    assert check(small.run).findings == []
 
 
 def test_a_group_in_quarantine_that_is_generated_again_reaches_a_consumer_made_meanwhile(
@@ -343,7 +419,7 @@ def test_a_batch_needed_for_the_replay_stops_the_run_with_the_choice(small: Smal
         path = next(
             p.path for p in packs.listed(connection) if p.kind == "batch" and p.path in str(done.damaged)
         )
-    broken = (small.run.root / path).read_bytes()
+    broken = file_of(small.run.root, path).read_bytes()
     (small.run.root / path).write_bytes(whole)
     assert repaired(restored).stopped == []
     assert [
@@ -431,9 +507,9 @@ def test_what_is_whole_again_is_given_back(small: SmallRun) -> None:
     end_sessions(small)
     assert first.extent_id is not None
     whole = damage(small, first.extent_id)
-    repaired(small)
     with small.run.index.read() as connection:
         (path,) = [p.path for p in packs.listed(connection) if p.kind == "trajectory"]
+    repaired(small)
     (small.run.root / path).write_bytes(whole)
     assert [f.message for f in check(small.run).findings] == [
         "is in quarantine and whole again: `strawflow index quarantine RUN --yes` gives it back"
@@ -567,7 +643,7 @@ def test_the_command_rehearses_repairs_and_says_when_the_run_cannot_go_on(
         prompts = prompts_of(small)
     told = cli("index", "quarantine", root, "--reopen")
     assert told.code == 0
-    assert f"1 units would be generated again: {first.unit_id}" in told.out
+    assert f"1 unit would be generated again: {first.unit_id}" in told.out
     assert "nothing was changed" in told.out
     done = cli("index", "quarantine", root, "--reopen", "--yes", "--json")
     assert (done.code, done.json["reopened"]) == (0, [first.unit_id])
@@ -592,9 +668,9 @@ def test_the_command_tells_rehearsal_and_deed_alike_for_a_group_that_one_consume
     with small_run(tmp_path) as small:
         first, _ = half_consumed(small)
         root = small.run.root
-    why = f"main/export: another consumer has trained or dropped them: {first.unit_id}\n"
-    assert f"1 units would be dropped for {why}" in cli("index", "quarantine", root, "--reopen").out
-    assert f"1 units dropped for {why}" in cli("index", "quarantine", root, "--reopen", "--yes").out
+    why = f"main/export, being trained or dropped by another consumer: {first.unit_id}\n"
+    assert f"1 unit would be dropped for {why}" in cli("index", "quarantine", root, "--reopen").out
+    assert f"1 unit dropped for {why}" in cli("index", "quarantine", root, "--reopen", "--yes").out
 
 
 def test_the_command_tells_what_becomes_of_extents_that_no_group_and_no_open_batch_needs(

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 
 from strawflow.errors import (
     AlreadyExistsError,
@@ -17,7 +19,7 @@ from strawflow.errors import (
     LeaseLostError,
     NotFoundError,
 )
-from strawflow.flow import assemble, compact, consume, history, rebuild, rescue, retain
+from strawflow.flow import admit, assemble, compact, consume, enqueue, history, rebuild, rescue, retain
 from strawflow.flow import complete as completing
 from strawflow.flow.branch import create_branch
 from strawflow.flow.check import check
@@ -25,12 +27,15 @@ from strawflow.flow.index_place import SWEEP_BLOCKED
 from strawflow.flow.run import CONFIG_FILE, INDEX_FILE, open_run, write_durably
 from strawflow.flow.session import WorkerSession
 from strawflow.index import leases, meta, units, weights
+from strawflow.index import tables as t
 from strawflow.index.consumers import Assignment
+from strawflow.index.engine import now
+from strawflow.prompts.source import PromptSource
 from strawflow.states import UnitState, WeightState
 from strawflow.store import Store
 from strawflow.testing.damage import flip
 from strawflow.testing.invariants import batch_digests, check_batches_unchanged, check_exactly_once
-from strawflow.testing.runs import SmallRun, made_up_result, prompt_lines, small_run
+from strawflow.testing.runs import KEYS, SmallRun, made_up_result, prompt_lines, small_run
 from strawflow.weights.verify import FORMAT, MANIFEST, describe_file
 from tests.contract.backed_up import reopened
 from tests.contract.backup_instants import Instants, chosen
@@ -74,6 +79,37 @@ def finish(small: SmallRun, before: dict[int, str] | None = None) -> None:
     assert sum(outcome == "trained" for outcome in fates.values()) == wanted
     check_batches_unchanged(before or {}, small.run)
     assert check(small.run).findings == []
+
+
+def test_priorities_keys_and_times_of_what_waits_come_back(small: SmallRun) -> None:
+    small.sample()
+    path = small.run.root.parent / "urgent.jsonl"
+    path.write_text(prompt_lines(4, first=100), encoding="utf-8")
+    request = enqueue.EnqueueRequest("urgent", "train", PromptSource(path), KEYS, priority=7)
+    enqueue.enqueue(small.session("enqueue"), request)
+
+    def more(count: int, *schedule: Any, of: SmallRun = small, dataset_id: str = admit.PROMPTS) -> None:
+        planned = admit.Schedule(*schedule)
+        admit.admit_more(of.session("rollout"), count=count, dataset_id=dataset_id, schedule=planned)
+
+    more(2)
+    more(1, 3, 2)
+    more(1, 3, 1)
+    more(1, None, 0, datetime.now(UTC) + timedelta(days=1))
+    more(2, dataset_id="urgent")
+    with small.run.index.read() as connection:
+        first = units.listed(connection, small.run.branch, state=UnitState.READY)[0].unit_id
+    with lost_and_rebuilt(small) as rebuilt:
+        in_order = [first + 5, first + 6, first + 3, first + 2, first, first + 1]
+        assert [grant.unit_id for grant in rebuilt.claim(100)] == in_order
+        with rebuilt.run.index.read() as connection:
+            waits_s = connection.execute(
+                sa.select(t.units.c.not_before - now(connection)).where(t.units.c.unit_id == first + 4)
+            ).scalar_one()
+        assert 86_000 < waits_s <= 86_400
+        more(1, of=rebuilt)
+        more(1, of=rebuilt, dataset_id="urgent")
+        assert [grant.unit_id for grant in rebuilt.claim(100)] == [first + 8, first + 7]
 
 
 # ---- stages of a run: each is rebuilt, compared row by row, and taken to its end

@@ -33,6 +33,7 @@ from strawflow.index import tables as t
 from strawflow.states import SessionState, UnitState
 from strawflow.testing.postgres import PostgresServer
 from strawflow.testing.runs import SmallRun, made_up_plan, made_up_result, small_run
+from tests.conftest import CliResult
 from tests.contract.backed_up import (
     PASSING,
     Rows,
@@ -62,6 +63,27 @@ def stopped(tmp_path: Path) -> tuple[Path, Path]:
 
 
 # ---- what a restored run does
+
+
+def test_a_backup_inside_the_run_is_named_by_its_name_or_number_and_others_are_refused_with_what_is_there(
+    stopped: tuple[Path, Path], cli: Callable[..., CliResult]
+) -> None:
+    root, first = stopped
+    run = open_run(root)
+    made = [first, backup(run).folder]
+    run.close()
+    listed = cli("index", "backups", root, "--json").json
+    assert [(b["number"], b["name"], b["problem"]) for b in listed] == [
+        (1, made[0].name, None),
+        (2, made[1].name, None),
+    ]
+    for given, meant in (("1", made[0]), ("2", made[1]), (made[1].name, made[1]), (made[0], made[0])):
+        done = cli("index", "restore", root, "--from", given, "--replace", "--json")
+        assert (done.code, done.json["folder"]) == (0, str(meant)), done.err
+    for given in ("3", "0", "yesterday"):
+        refused = cli("index", "restore", root, "--from", given)
+        assert refused.code == NotFoundError.exit_code
+        assert f"1: {made[0].name}, 2: {made[1].name}" in refused.err
 
 
 def test_a_restored_run_goes_on_to_the_end(

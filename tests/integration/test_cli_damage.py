@@ -126,7 +126,7 @@ def test_status_says_that_extents_are_in_quarantine_and_what_to_type(cli: Cli, s
     damage(small, trajectories_of(small, 1), in_quarantine=True)
     assert cli("status", small.run.root, "--json").json["num_quarantined"] == 1
     told = " ".join(cli("status", small.run.root).out.split())
-    assert f"1 damaged extents; `strawflow index quarantine {small.run.root}` tells what they held" in told
+    assert f"1 damaged extent; `strawflow index quarantine {small.run.root}` tells what they held" in told
 
 
 def test_status_says_that_nothing_is_swept_after_a_restore_and_what_to_type(

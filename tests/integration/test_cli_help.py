@@ -83,6 +83,22 @@ def test_help_loads_nothing_heavy_and_answers_in_under_half_a_second(words: tupl
     pytest.fail(f"--help took {min(tries):.2f} s of processor time")
 
 
+@pytest.mark.parametrize(
+    "words", sorted({w[:-1] for w in COMMANDS if w}), ids=lambda w: " ".join(w) or "strawflow"
+)
+def test_no_list_of_commands_cuts_a_sentence_at_80_columns(
+    words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    command = typer.main.get_command(app)
+    for word in words:
+        command = command.commands[word]  # type: ignore[attr-defined]
+    shown = command.get_help(command.make_context("strawflow", ["x"], resilient_parsing=True))
+    commands = shown.partition("Commands:")[2].splitlines()
+    assert len(commands) > 1
+    assert [line for line in commands if line.endswith("...")] == []
+
+
 @pytest.mark.parametrize("words", [w for w in COMMANDS if w], ids=" ".join)
 def test_every_command_offers_json(words: tuple[str, ...]) -> None:
     command = typer.main.get_command(app)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import strawflow
 from strawflow.flow import complete as completing
 from strawflow.flow import rescue
 from strawflow.flow.run import create_run
@@ -73,6 +75,57 @@ def test_status_tells_stage_steps_units_and_offers(cli: Cli, small: SmallRun) ->
     files = [p for p in (small.run.root / "weights").rglob("*") if p.is_file()]
     assert seen["disk_bytes"]["weights"] == sum(p.stat().st_size for p in files) > 0
     assert seen["events"][0]["name"] == "units.claimed"
+
+
+def test_a_run_of_the_api_is_called_that_and_nothing_is_said_of_steps_to_come(
+    cli: Cli, tmp_path: Path
+) -> None:
+    folder = tmp_path / "runs/mine"
+    with strawflow.create(
+        folder, prompts=[{"prompt": "2 + 2 ="}], settings={"run.durability": "process"}
+    ) as store:
+        assert cli("status", folder, "--json").json["progress"]["stage"] == "not started"
+        store.admit(1)
+        with store.worker() as worker, store.consumer("exporter") as exporter:
+            (grant,) = worker.claim()
+            member = strawflow.Member(0, "finished", [52], [-0.1], "", "stop", 1.0)
+            members = [replace(member, member=n) for n in range(grant.profile.num_samples)]
+            worker.complete([grant.result(members)])
+            exporter.next_batch(1)
+            exporter.advance()
+    (told,) = cli("run", "list", folder.parent, "--json").json
+    assert (told["stage"], told["position"], told["planned"], told["total"]) == ("api", 1, 1, None)
+    assert "60" not in cli("run", "list", folder.parent).out
+    shown = cli("status", folder).out
+    assert "mine: moved on through the API" in shown
+    assert "exporter 1 planned, 1 committed" in shown
+    for wrong in ("not started", "of 60", "strawflow resume", "1 segments", "1 rows"):
+        assert wrong not in shown
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_no_line_of_a_look_is_wider_than_the_terminal(
+    cli: Cli, small: SmallRun, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail_unit(small)
+    small.advance(1)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    root = small.run.root
+    words = {
+        "status": "checkpoint.committed",
+        "run list": "position",
+        "unit list": "completed",
+        "batch list": "sequences",
+        "batch show": "staleness",
+        "worker list": "process",
+        "events": "checkpoint.committed",
+        "checkpoint list": "c000001-main.trainer-f1",
+        "branch list": "position",
+    }
+    for look, word in words.items():
+        lines = cli(*look.split(), root.parent if look == "run list" else root).out.splitlines()
+        assert max(map(len, lines)) <= columns, look
+        assert word in " ".join(lines).split(), look
 
 
 def test_status_knows_before_within_and_after_the_warm_start(cli: Cli, tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from strawflow.errors import AlreadyExistsError, CorruptCheckpointError, Invalid
 from strawflow.flow import backup, rescue
 from strawflow.flow.check import check
 from strawflow.flow.run import open_run
+from strawflow.flow.status import unit_detail
 from strawflow.index import packs, sessions, units
 from strawflow.states import UnitState
 
@@ -202,6 +203,16 @@ def test_rows_of_a_batch_can_be_had_with_every_token_told(store: strawflow.Store
         assert whole["token_versions"].to_pylist() == [[-1] * 5] * 4
         assert whole.drop(["loss_mask", "token_versions"]) == batch.rows.drop(["loss_mask", "token_versions"])
         trainer.advance()
+
+
+def test_prompts_given_as_rows_name_the_api_and_their_number(store: strawflow.Store) -> None:
+    store.admit(24)
+    with store.worker() as worker:
+        shown = [unit_detail(store.run, grant.unit_id).prompt or {} for grant in worker.claim(24)]
+    told = {prompt["prompt"]: (prompt["source"], prompt["source_line"]) for prompt in shown}
+    assert told == {f"prompt {n}": ("api", n + 1) for n in range(24)}
+    with pytest.raises(InvalidInputError, match="api:2: 'prompt' is null"):
+        store.enqueue([{"prompt": "one more"}, {"prompt": None}])
 
 
 # ---- the examples, as programs
