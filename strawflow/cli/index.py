@@ -299,7 +299,7 @@ def _print_reconstruction(found: Reconstruction) -> None:
 
     print(
         f"from {found.num_entries} journal entries: {found.num_segments} segments with {found.num_rows} prompts, "
-        f"{found.num_units} units, {found.num_batches} batches, {found.num_drops} drops, "
+        f"{found.num_units} units, {found.num_batches} batches, {found.num_drops} drops, {found.num_returned} units that came back, "
         f"{found.num_checkpoints} checkpoints, {found.num_weights} weight versions, {found.num_branches} branches"
     )
     print(

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 
 from strawflow.errors import AlreadyExistsError, ConflictError, InvalidInputError, NotFoundError
-from strawflow.flow import fork, journal, rescue
+from strawflow.flow import fork, inherit, journal, rescue
 from strawflow.flow.fence import who_and_how_to_end
 from strawflow.flow.fork import Plan, RetiredFates
 from strawflow.flow.journal import Entry, EntryKind
@@ -24,12 +24,12 @@ from strawflow.flow.session import WorkerSession
 from strawflow.ids import NAME_RULE, Extent, is_name
 from strawflow.index import (
     branches,
+    carry,
     checkpoints,
     consumers,
     datasets,
     events,
     meta,
-    packs,
     sessions,
     tallies,
     units,
@@ -38,6 +38,7 @@ from strawflow.index.branches import Branch
 from strawflow.index.checkpoints import Checkpoint
 from strawflow.index.datasets import Cursor
 from strawflow.index.engine import Connection
+from strawflow.index.retired import PASSED
 
 
 @dataclass(frozen=True)
@@ -110,8 +111,7 @@ def _start(session: WorkerSession, start: Checkpoint, name: str, *, reuse: bool)
         with run.index.read() as connection:
             plan = fork.plan_fork(connection, start, reuse=reuse, retired=retired)
     with run.index.read() as connection:
-        kept = {c.unit.extent_id for c in plan.carried if c.keeps}
-        placed = packs.find_extents(connection, [extent_id for extent_id in kept if extent_id is not None])
+        placed = inherit.placed(connection, plan.carried)
     with run.index.begin() as connection:
         first_id = units.take_ids(connection, len(plan.carried))
     entry = _entry(start, name, plan, placed, first_id=first_id)
@@ -147,7 +147,7 @@ def _insert(connection: Connection, start: Checkpoint, name: str, plan: Plan, *,
     )
     for s in plan.starts:
         consumers.ensure(connection, name, s.consumer, purposes=s.purposes, position=s.position)
-    units.carry_over(
+    carry.carry_over(
         connection,
         plan.carried,
         to_branch=name,
@@ -177,7 +177,6 @@ def _made(start: Checkpoint, name: str, plan: Plan) -> NewBranch:
 
 
 def _entry(start: Checkpoint, name: str, plan: Plan, placed: Mapping[int, Extent], *, first_id: int) -> Entry:
-    order = {extent_id: number for number, extent_id in enumerate(placed)}
     body = {
         "parent": start.branch_id,
         "from_checkpoint": start.checkpoint_id,
@@ -186,24 +185,8 @@ def _entry(start: Checkpoint, name: str, plan: Plan, placed: Mapping[int, Extent
         "cursors": start.cursors,
         "consumer": start.consumer,
         "starts": [[s.consumer, s.position, sorted(s.purposes)] for s in plan.starts],
-        "first_unit_id": first_id,
-        "carried": [c.unit.unit_id for c in plan.carried],
         "seen": plan.seen,
-        "extents": [journal.extent_ref(extent) for extent in placed.values()],
-        # What a unit keeps: its place in `carried`, its extent's in `extents`, and the columns of its result.
-        "kept": [
-            [
-                number,
-                order[c.unit.extent_id],
-                c.unit.row_start,
-                c.unit.row_count,
-                c.unit.version_step,
-                c.unit.mean_reward,
-                c.unit.num_tokens,
-            ]
-            for number, c in enumerate(plan.carried)
-            if c.keeps and c.unit.extent_id is not None
-        ],
+        **inherit.taken_up(plan.carried, placed, first_id=first_id),
     }
     return Entry(EntryKind.BRANCH, name, body)
 
@@ -262,7 +245,7 @@ def inherit_cursors(
         cursor = Cursor(**fields)
         datasets.insert_cursor(connection, name, cursor)
         passed = cursor.num_admitted - carried.get(cursor.dataset_id, 0)
-        tallies.add(connection, name, f"passed/{cursor.dataset_id}", passed)
+        tallies.add(connection, name, PASSED + cursor.dataset_id, passed)
 
 
 def inherit_drops(connection: Connection, name: str, consumer: str, *, parent_id: str, step: int) -> None:

@@ -6,8 +6,8 @@
    writes checkpoints, that step is one of a checkpoint whose files are kept: none is ever shown ahead of its position.
 3. Settled units that such a consumer had not read by then are taken up with their result and offered to it alone.
 4. Nothing is written here; asked twice of one state of the index it answers the same.
-5. It knows the parent's consumers. One that is first made on the branch is offered what the branch itself holds, not what was
-   settled before.
+5. It knows the parent's consumers. What was settled before the branch is taken up for one that is first made there by
+   flow.inherit.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from dataclasses import dataclass
 
 from strawflow.flow.retire import moved_rows
 from strawflow.flow.run import TRAINER, Run
-from strawflow.index import branches, checkpoints, consumers, forks, units
+from strawflow.index import branches, carry, checkpoints, consumers, forks
+from strawflow.index.carry import Carried
 from strawflow.index.checkpoints import Checkpoint
 from strawflow.index.consumers import Consumer
 from strawflow.index.engine import Connection
 from strawflow.index.forks import Fork
-from strawflow.index.units import Carried
 
 RetiredFates = Sequence[tuple[int, Mapping[str, int]]]
 """(unit id, {consumer: step}) of units that left the index for the history."""
@@ -103,7 +103,7 @@ def needs_history(connection: Connection, parent_id: str, plan: Plan) -> bool:
 
 
 def _unsettled(connection: Connection, fork: Fork, start: Checkpoint, *, reuse: bool) -> list[Carried]:
-    return units.to_carry(
+    return carry.to_carry(
         connection,
         fork.parent_id,
         fork.consumer,
