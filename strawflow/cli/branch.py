@@ -100,7 +100,7 @@ def branch_off(run: Run, checkpoint: str, name: str, *, reuse: bool, is_quiet: b
         print(f"{made.num_again} groups of the line are offered to consumers that have not read them by then")
     if made.num_lost:
         print(
-            f"{made.num_lost} times a consumer would have to read a group again that retention has moved to the history: "
-            "it does not get it"
+            f"{made.num_lost} times a consumer would have to read a group again that retention has moved to the history "
+            "and whose trajectories are gone: it does not get it"
         )
     return made

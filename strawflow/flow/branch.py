@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from strawflow.errors import AlreadyExistsError, ConflictError, InvalidInputError, NotFoundError
-from strawflow.flow import fork, inherit, journal, rescue
+from strawflow.flow import fork, history_again, inherit, journal, rescue
 from strawflow.flow.fence import who_and_how_to_end
-from strawflow.flow.fork import Plan, RetiredFates
+from strawflow.flow.fork import Plan
+from strawflow.flow.history_again import RetiredUnit
 from strawflow.flow.journal import Entry, EntryKind
 from strawflow.flow.run import ACTIVE_BRANCH, Run
 from strawflow.flow.session import WorkerSession
@@ -30,11 +32,13 @@ from strawflow.index import (
     datasets,
     events,
     meta,
+    packs,
     sessions,
     tallies,
     units,
 )
 from strawflow.index.branches import Branch
+from strawflow.index.carry import Carried
 from strawflow.index.checkpoints import Checkpoint
 from strawflow.index.datasets import Cursor
 from strawflow.index.engine import Connection
@@ -58,7 +62,8 @@ class NewBranch:
     num_again: int
     """Groups of the line that a consumer other than the checkpoint's has not read by then, and gets."""
     num_lost: int
-    """How often a consumer would have to read a group again that retention has moved to the history: it does not."""
+    """How often a consumer would have to read a group again that retention has moved to the history and whose trajectories are
+    gone since: it does not."""
 
 
 def create_branch(run: Run, *, checkpoint: str, name: str, reuse_trajectories: bool = False) -> NewBranch:
@@ -102,19 +107,25 @@ def _require_startable(
 
 def _start(session: WorkerSession, start: Checkpoint, name: str, *, reuse: bool) -> NewBranch:
     run = session.run
-    retired: RetiredFates = ()
+    retired: Sequence[RetiredUnit] = ()
+    readable: Mapping[int, Carried] = {}
     with run.index.read() as connection:
         plan = fork.plan_fork(connection, start, reuse=reuse)
         is_partial = fork.needs_history(connection, start.branch_id, plan)
     if is_partial:
-        retired = fork.retired_fates(run, start.branch_id)
+        retired = history_again.retired_units(run, start.branch_id)
         with run.index.read() as connection:
             plan = fork.plan_fork(connection, start, reuse=reuse, retired=retired)
+        if lost := set(plan.lost):
+            readable = history_again.readable(run, [r for r in retired if r.unit_id in lost])
+        with run.index.read() as connection:
+            plan = fork.plan_fork(connection, start, reuse=reuse, retired=retired, readable=readable)
     with run.index.read() as connection:
         placed = inherit.placed(connection, plan.carried)
+        gone = history_again.told(plan.carried, connection, readable)
     with run.index.begin() as connection:
         first_id = units.take_ids(connection, len(plan.carried))
-    entry = _entry(start, name, plan, placed, first_id=first_id)
+    entry = _entry(start, name, plan, placed, gone, first_id=first_id)
     made = _made(start, name, plan)
     with journal.recorded(session, [entry]) as record, run.index.begin() as connection:
         record.name(connection)
@@ -127,7 +138,9 @@ def _start(session: WorkerSession, start: Checkpoint, name: str, *, reuse: bool)
             for s in plan.starts
             if s.checkpoint_id is not None
         ]
-        if not all(are_held) or fork.plan_fork(connection, start, reuse=reuse, retired=retired) != plan:
+        is_there = packs.are_there(connection, placed)
+        again = fork.plan_fork(connection, start, reuse=reuse, retired=retired, readable=readable)
+        if not all(are_held) or not is_there or again != plan:
             raise ConflictError(f"the run moved on while branch {name!r} was made; try again")
         _insert(connection, start, name, plan, first_id=first_id)
         events.record(connection, "branch.created", **asdict(made))
@@ -172,11 +185,19 @@ def _made(start: Checkpoint, name: str, plan: Plan) -> NewBranch:
         num_reused=num_reused,
         positions=plan.positions(),
         num_again=len(plan.carried) - plan.num_unsettled,
-        num_lost=plan.num_lost,
+        num_lost=len(plan.lost),
     )
 
 
-def _entry(start: Checkpoint, name: str, plan: Plan, placed: Mapping[int, Extent], *, first_id: int) -> Entry:
+def _entry(
+    start: Checkpoint,
+    name: str,
+    plan: Plan,
+    placed: Mapping[int, Extent],
+    gone: Sequence[Sequence[Any]],
+    *,
+    first_id: int,
+) -> Entry:
     body = {
         "parent": start.branch_id,
         "from_checkpoint": start.checkpoint_id,
@@ -186,6 +207,8 @@ def _entry(start: Checkpoint, name: str, plan: Plan, placed: Mapping[int, Extent
         "consumer": start.consumer,
         "starts": [[s.consumer, s.position, sorted(s.purposes)] for s in plan.starts],
         "seen": plan.seen,
+        # An index restored from a backup may not have them any more.
+        "retired": gone,
         **inherit.taken_up(plan.carried, placed, first_id=first_id),
     }
     return Entry(EntryKind.BRANCH, name, body)

@@ -20,9 +20,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from strawflow.errors import ConflictError
-from strawflow.flow import journal
+from strawflow.flow import history_again, journal
 from strawflow.flow.journal import Entry, EntryKind, ExtentRef
-from strawflow.flow.retire import moved_rows
 from strawflow.flow.run import Run
 from strawflow.flow.session import WorkerSession
 from strawflow.ids import Extent
@@ -113,14 +112,7 @@ def _places_gone(run: Run) -> set[Place]:
         has_any = (
             branch is not None and branch.parent_id is not None and retired.units(connection, run.branch)
         )
-    if not has_any:
-        return set()
-    return {
-        (row["profile"], row["segment_id"], row["epoch"], row["position"])
-        for rows in moved_rows(run, "history")
-        for row in rows.select(["branch_id", "profile", "segment_id", "epoch", "position"]).to_pylist()
-        if row["branch_id"] == run.branch
-    }
+    return history_again.places_gone(run, run.branch) if has_any else set()
 
 
 def take_up(

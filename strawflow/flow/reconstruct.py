@@ -23,7 +23,7 @@ import numpy as np
 from strawflow import clock
 from strawflow.config import RunConfig
 from strawflow.errors import ConflictError, CorruptPackError
-from strawflow.flow import inherit, journal, returned
+from strawflow.flow import history_again, inherit, journal, returned
 from strawflow.flow import journal_choice as choice
 from strawflow.flow.admit import cursor_fields, take_rows
 from strawflow.flow.assemble import UNIT_FAILED
@@ -254,6 +254,7 @@ class _Work:
         for consumer, positions[consumer], purposes in _starts(entry):
             consumers.ensure(self.connection, name, consumer, purposes=purposes, position=positions[consumer])
         parents = reconstruction.carried_units(self.connection, body["carried"])
+        parents |= history_again.from_entry(self.connection, body.get("retired", ()))
         if missing := set(body["carried"]) - parents.keys():
             self._on_hole(f"branch {name!r} took unit {min(missing)} up, which nothing admitted")
             return

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,9 +19,11 @@ from strawflow.consumer import Batch, Consumer
 from strawflow.flow import admit, rebuild
 from strawflow.flow.backup import backup
 from strawflow.flow.branch import NewBranch, create_branch, on_branch
+from strawflow.flow.compact import compact
 from strawflow.flow.restore import restore
 from strawflow.flow.retain import policy_of, retain
 from strawflow.flow.run import Run, open_run
+from strawflow.flow.sweep import sweep
 from strawflow.index import batches, branches, checkpoints, consumers, datasets, packs, units
 from strawflow.packs.reader import PackReader
 from strawflow.store import Store
@@ -339,6 +342,73 @@ def test_what_left_the_index_is_looked_up_in_the_history(tmp_path: Path, setting
             assert sorted(prompts_in(run, batch)) == sorted(
                 {(0, place) for place in range(NUM_PROMPTS)} - set(kept)
             )
+
+
+@pytest.mark.parametrize("gone", ["from the index", "swept", "compacted away"])
+def test_a_consumer_that_is_set_back_reads_again_what_is_in_the_history_while_its_trajectories_lie_in_packs(
+    tmp_path: Path, settings: dict[str, str], gone: str
+) -> None:
+    with small_run(tmp_path, num_prompts=NUM_PROMPTS, settings={**settings, **SETTINGS}) as small:
+        small.sample(4)
+        small.sample()
+        end_sessions(small)
+        read(small.run, "trainer", 4, 4)
+        # The last group of step 2 is abandoned.
+        kept = read(small.run, "second", 2, 3, 3, commits=False, advances=True)[:2]
+        answer_rest(small.run)
+        read(small.run, "trainer", 4)
+        read(small.run, "second", 4, commits=False, advances=True)
+        before = backup(small.run)
+        stored = with_storage(
+            small.run, keep_checkpoints=1, keep_checkpoints_every=1, keep_steps=1, sweep_grace_s=0
+        )
+        with upkeep(stored) as session:
+            retain(session, policy_of(stored.config))
+        after = backup(small.run)
+        with upkeep(stored) as session:
+            if gone != "from the index":
+                sweep(session)
+            if gone == "compacted away":
+                compact(session, min_live=1.0)
+                sweep(session)
+        with small.run.index.read() as connection:
+            assert units.listed(connection, "main")[0].unit_id == 5
+        run, made = fork(small.run)
+        are_lost = gone == "compacted away"
+        assert (made.positions["second"], made.num_again, made.num_lost) == (
+            (1, 0, 2) if are_lost else (1, 2, 0)
+        )
+        if are_lost:
+            return
+        answer_rest(run)
+        read(run, "second", 1, commits=False, advances=True)
+        expected = but_for_batches(run)
+        root = lose_index(run)
+        assert rebuild.rebuild(root).rebuilt.losses == []
+        for made_before in (None, before, after):
+            if made_before is not None:
+                restore(root, made_before.folder, may_replace=True)
+            with closing(open_run(root)) as again:
+                assert but_for_batches(again) == expected
+        with closing(open_run(root)) as again:
+            with Store(again).consumer("second") as second:
+                while second.next_batch(3, at_least=1):
+                    second.advance()
+            assert_each_prompt_once(kept, planned_on(again, "second"))
+            assert_all_sound(again)
+
+
+def but_for_batches(run: Run) -> dict[str, Any]:
+    """Return the essence of an index but for the states of batches: one given up whose units stay is trained in a rebuild."""
+    return {name: value for name, value in essence_of(run.index).items() if name != "batches"}
+
+
+def planned_on(run: Run, name: str) -> list[Prompt]:
+    """Return which prompts a consumer's batches on the branch itself hold."""
+    with run.index.read() as connection:
+        own = [b for b in batches.listed(connection, run.branch, name) if b.branch_id == run.branch]
+        found = [u for b in own for u in units.of_batch(connection, b.batch_id)]
+    return [(u.epoch, u.position) for u in found]
 
 
 # ---- a consumer first made on a branch
