@@ -21,6 +21,9 @@ from strawflow.states import SessionState, UnitState
 
 FENCED = "fenced off by an operator"
 """Why a session was declared lost."""
+_TRIES = 3
+"""How often the journal is tried to have the units of a worker that goes on leasing and settling. Then it is stopped all the
+same, and a rebuild would count these units from 0."""
 
 
 @dataclass(frozen=True)
@@ -92,9 +95,10 @@ def fence(run: Run, session_id: str, *, force: bool = False) -> int:
         return declare_lost(run, session_id, reason=FENCED)
     acting = WorkerSession(run, "fence")
     try:
-        while (num_units := _take_back(acting, session_id)) is None:
-            pass  # it leased or settled units just now
-        return num_units
+        for _ in range(_TRIES):
+            if (num_units := _take_back(acting, session_id)) is not None:
+                return num_units
+        return declare_lost(run, session_id, reason=FENCED)
     finally:
         acting.end()
 
