@@ -165,7 +165,7 @@ TENSOR = _schema(
 
 HISTORY = _schema(
     "history",
-    1,
+    2,
     [
         # One row is one unit that left the index: what it was, and what became of it for each consumer.
         _required("branch_id", pa.string()),
@@ -193,6 +193,17 @@ HISTORY = _schema(
         _required("steps", pa.list_(pa.int64())),  # the step that was being planned
         _required("batch_ids", pa.list_(pa.int64())),  # null where dropped outside any batch
         _required("retired_at_ms", pa.int64()),  # wall time, milliseconds since 1970
+        # Since version 2. The prompt's segment, whose id an index that is rebuilt may give to another:
+        _required("dataset_id", pa.string()),
+        _required("segment_seq", pa.int32()),
+        # and where the trajectories lay, for as long as they do; null without any, or while they are in quarantine.
+        pa.field("result_digests", pa.binary()),
+        pa.field("result_path", pa.string()),
+        pa.field("result_offset", pa.int64()),
+        pa.field("result_length", pa.int64()),
+        pa.field("result_num_rows", pa.int64()),  # of the whole extent
+        pa.field("result_row_start", pa.int32()),
+        pa.field("result_row_count", pa.int32()),
     ],
 )
 
@@ -230,11 +241,18 @@ def _first_version(schema: pa.Schema) -> pa.Schema:
     return _schema(kind, 1, [f.with_nullable(False) if f.name in required else f for f in schema])
 
 
+_HISTORY_1 = _schema(
+    "history",
+    1,
+    [f for f in HISTORY if not f.name.startswith("result_") and f.name not in ("dataset_id", "segment_seq")],
+)
 EARLIER: dict[str, tuple[pa.Schema, ...]] = {
     "trajectory": (_first_version(TRAJECTORY),),
     "continuation": (_first_version(CONTINUATION),),
+    "history": (_HISTORY_1,),
 }
-"""Earlier versions that are read as they lie: their rows are rows of the present version too."""
+"""Earlier versions that are read as they lie: their rows are rows of the present version too, but that those of history lack
+the columns since version 2."""
 
 COMPRESSION: dict[str, str | None] = {
     "prompt": "zstd",

@@ -139,7 +139,9 @@ class Store:
     def consumer(
         self, name: str = "trainer", *, purposes: tuple[str, ...] = ("train",), wait_s: float = 0.0
     ) -> Consumer:
-        """Become the named consumer, which is created when first asked for and then is offered all that its branch holds.
+        """Become the named consumer, which is created when first asked for and then is offered all that its branch sees.
+
+        On a branch that is what the line before it had settled by where it left, and what the branch itself holds.
 
         Raises:
             LeaseLostError: another live process is it, for longer than `wait_s` seconds.

@@ -108,7 +108,7 @@ def branch_off(run: Run, checkpoint: str, name: str, *, reuse: bool, is_quiet: b
         )
     if made.num_lost:
         output.say(
-            f"{counted(made.num_lost, 'time')} a consumer would have to read a group again that retention has moved to the history: "
-            "it does not get it"
+            f"{counted(made.num_lost, 'time')} a consumer would have to read a group again that retention has moved to the history "
+            "and whose trajectories are gone: it does not get it"
         )
     return made

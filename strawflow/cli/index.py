@@ -358,6 +358,7 @@ def _print_reconstruction(found: Reconstruction) -> None:
         f"from {counted(found.num_entries, 'journal entry', 'journal entries')}: {counted(found.num_segments, 'segment')} with "
         f"{counted(found.num_rows, 'prompt')}, {counted(found.num_units, 'unit')}, "
         f"{counted(found.num_batches, 'batch', 'batches')}, {counted(found.num_drops, 'drop')}, "
+        f"{counted(found.num_returned, 'unit')} that came back, "
         f"{counted(found.num_checkpoints, 'checkpoint')}, {counted(found.num_weights, 'weight version')}, "
         f"{counted(found.num_branches, 'branch', 'branches')}"
     )

@@ -18,7 +18,7 @@ import xxhash
 
 from strawflow import faults
 from strawflow.errors import ConflictError, NotFoundError
-from strawflow.flow import journal
+from strawflow.flow import journal, returned
 from strawflow.flow.journal import Entry, EntryKind
 from strawflow.flow.placed import read_extents
 from strawflow.flow.run import Run
@@ -152,18 +152,49 @@ def requeue(session: WorkerSession, role: Role, unit_ids: Sequence[int], *, reas
         LeaseLostError: another session took over as assembler; nothing changed.
         ConflictError: a batch was planned, or a unit was sent back by another, meanwhile; judge the units again.
     """
-    run = session.run
-    with run.index.begin() as connection:
-        consumers.require_role(connection, role)
-        epochs = consumers.hold_unfated(connection, run.branch, unit_ids)
-        back = [unit_id for unit_id, epoch in epochs.items() if epoch is None]
-        _withdraw(connection, run, back)
-        consumers.withdraw_from_all(connection, run.branch, back)
-        for unit_id in back:
-            units.requeue(connection, unit_id, reason=reason)
+    while (epochs := _requeue(session, role, unit_ids, reason=reason)) is None:
+        pass  # another consumer gave one of them its fate meanwhile: which of them go back is looked at again
     # crash here: those kept for another consumer are still offered, and judged again
     kept = [(unit_id, epoch) for unit_id, epoch in epochs.items() if epoch is not None]
     drop(session, role, [Assignment(epoch, unit_id, "dropped", reason) for unit_id, epoch in kept])
+
+
+class _FatedError(Exception):
+    """A unit about to be sent back got its fate: the transaction goes back."""
+
+
+def _requeue(
+    session: WorkerSession, role: Role, unit_ids: Sequence[int], *, reason: str
+) -> dict[int, int | None] | None:
+    """Send those of the units back that have no fate; returns {unit: its epoch if it has one}, None to look again."""
+    run = session.run
+    with run.index.read() as connection:
+        fated = consumers.fated_among(connection, run.branch, unit_ids)
+        try:
+            found = [units.find(connection, unit_id) for unit_id in unit_ids if unit_id not in fated]
+        except NotFoundError as error:
+            raise ConflictError(f"{error.message} any more; judge the groups again") from error
+    after = [replace(u, attempts=0, requeues=u.requeues + 1) for u in found]
+    entries = returned.entries(EntryKind.REQUEUE, after, fence=role.fence, reason=reason)
+    try:
+        with journal.recorded(session, entries) as record, run.index.begin() as connection:
+            consumers.require_role(connection, role)
+            record.name(connection)
+            epochs = consumers.hold_unfated(connection, run.branch, unit_ids)
+            back = [unit_id for unit_id, epoch in epochs.items() if epoch is None]
+            if set(back) != {u.unit_id for u in found}:
+                raise _FatedError
+            _withdraw(connection, run, back)
+            consumers.withdraw_from_all(connection, run.branch, back)
+            if [units.find(connection, u.unit_id) for u in found] != found:
+                raise ConflictError(
+                    "a unit was sent back and sampled again meanwhile; judge the groups again"
+                )
+            for unit_id in back:
+                units.requeue(connection, unit_id, reason=reason)
+            return epochs
+    except _FatedError:
+        return None
 
 
 def drop(session: WorkerSession, role: Role, dropped: Sequence[Assignment]) -> None:

@@ -11,19 +11,22 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from strawflow.errors import AlreadyExistsError, ConflictError, InvalidInputError, NotFoundError
-from strawflow.flow import fork, journal, rescue
+from strawflow.flow import fork, history_again, inherit, journal, rescue
 from strawflow.flow.fence import who_and_how_to_end
-from strawflow.flow.fork import Plan, RetiredFates
+from strawflow.flow.fork import Plan
+from strawflow.flow.history_again import RetiredUnit
 from strawflow.flow.journal import Entry, EntryKind
 from strawflow.flow.run import ACTIVE_BRANCH, Run
 from strawflow.flow.session import WorkerSession
 from strawflow.ids import NAME_RULE, Extent, is_name
 from strawflow.index import (
     branches,
+    carry,
     checkpoints,
     consumers,
     datasets,
@@ -35,9 +38,11 @@ from strawflow.index import (
     units,
 )
 from strawflow.index.branches import Branch
+from strawflow.index.carry import Carried
 from strawflow.index.checkpoints import Checkpoint
 from strawflow.index.datasets import Cursor
 from strawflow.index.engine import Connection
+from strawflow.index.retired import PASSED
 
 
 @dataclass(frozen=True)
@@ -57,7 +62,8 @@ class NewBranch:
     num_again: int
     """Groups of the line that a consumer other than the checkpoint's has not read by then, and gets."""
     num_lost: int
-    """How often a consumer would have to read a group again that retention has moved to the history: it does not."""
+    """How often a consumer would have to read a group again that retention has moved to the history and whose trajectories are
+    gone since: it does not."""
 
 
 def create_branch(run: Run, *, checkpoint: str, name: str, reuse_trajectories: bool = False) -> NewBranch:
@@ -101,20 +107,25 @@ def _require_startable(
 
 def _start(session: WorkerSession, start: Checkpoint, name: str, *, reuse: bool) -> NewBranch:
     run = session.run
-    retired: RetiredFates = ()
+    retired: Sequence[RetiredUnit] = ()
+    readable: Mapping[int, Carried] = {}
     with run.index.read() as connection:
         plan = fork.plan_fork(connection, start, reuse=reuse)
         is_partial = fork.needs_history(connection, start.branch_id, plan)
     if is_partial:
-        retired = fork.retired_fates(run, start.branch_id)
+        retired = history_again.retired_units(run, start.branch_id)
         with run.index.read() as connection:
             plan = fork.plan_fork(connection, start, reuse=reuse, retired=retired)
+        if lost := set(plan.lost):
+            readable = history_again.readable(run, [r for r in retired if r.unit_id in lost])
+        with run.index.read() as connection:
+            plan = fork.plan_fork(connection, start, reuse=reuse, retired=retired, readable=readable)
     with run.index.read() as connection:
-        kept = {c.unit.extent_id for c in plan.carried if c.keeps}
-        placed = packs.find_extents(connection, [extent_id for extent_id in kept if extent_id is not None])
+        placed = inherit.placed(connection, plan.carried)
+        gone = history_again.told(plan.carried, connection, readable)
     with run.index.begin() as connection:
         first_id = units.take_ids(connection, len(plan.carried))
-    entry = _entry(start, name, plan, placed, first_id=first_id)
+    entry = _entry(start, name, plan, placed, gone, first_id=first_id)
     made = _made(start, name, plan)
     with journal.recorded(session, [entry]) as record, run.index.begin() as connection:
         record.name(connection)
@@ -127,7 +138,9 @@ def _start(session: WorkerSession, start: Checkpoint, name: str, *, reuse: bool)
             for s in plan.starts
             if s.checkpoint_id is not None
         ]
-        if not all(are_held) or fork.plan_fork(connection, start, reuse=reuse, retired=retired) != plan:
+        is_there = packs.are_there(connection, placed)
+        again = fork.plan_fork(connection, start, reuse=reuse, retired=retired, readable=readable)
+        if not all(are_held) or not is_there or again != plan:
             raise ConflictError(f"the run moved on while branch {name!r} was made; try again")
         _insert(connection, start, name, plan, first_id=first_id)
         events.record(connection, "branch.created", **asdict(made))
@@ -147,7 +160,7 @@ def _insert(connection: Connection, start: Checkpoint, name: str, plan: Plan, *,
     )
     for s in plan.starts:
         consumers.ensure(connection, name, s.consumer, purposes=s.purposes, position=s.position)
-    units.carry_over(
+    carry.carry_over(
         connection,
         plan.carried,
         to_branch=name,
@@ -172,12 +185,19 @@ def _made(start: Checkpoint, name: str, plan: Plan) -> NewBranch:
         num_reused=num_reused,
         positions=plan.positions(),
         num_again=len(plan.carried) - plan.num_unsettled,
-        num_lost=plan.num_lost,
+        num_lost=len(plan.lost),
     )
 
 
-def _entry(start: Checkpoint, name: str, plan: Plan, placed: Mapping[int, Extent], *, first_id: int) -> Entry:
-    order = {extent_id: number for number, extent_id in enumerate(placed)}
+def _entry(
+    start: Checkpoint,
+    name: str,
+    plan: Plan,
+    placed: Mapping[int, Extent],
+    gone: Sequence[Sequence[Any]],
+    *,
+    first_id: int,
+) -> Entry:
     body = {
         "parent": start.branch_id,
         "from_checkpoint": start.checkpoint_id,
@@ -186,24 +206,10 @@ def _entry(start: Checkpoint, name: str, plan: Plan, placed: Mapping[int, Extent
         "cursors": start.cursors,
         "consumer": start.consumer,
         "starts": [[s.consumer, s.position, sorted(s.purposes)] for s in plan.starts],
-        "first_unit_id": first_id,
-        "carried": [c.unit.unit_id for c in plan.carried],
         "seen": plan.seen,
-        "extents": [journal.extent_ref(extent) for extent in placed.values()],
-        # What a unit keeps: its place in `carried`, its extent's in `extents`, and the columns of its result.
-        "kept": [
-            [
-                number,
-                order[c.unit.extent_id],
-                c.unit.row_start,
-                c.unit.row_count,
-                c.unit.version_step,
-                c.unit.mean_reward,
-                c.unit.num_tokens,
-            ]
-            for number, c in enumerate(plan.carried)
-            if c.keeps and c.unit.extent_id is not None
-        ],
+        # An index restored from a backup may not have them any more.
+        "retired": gone,
+        **inherit.taken_up(plan.carried, placed, first_id=first_id),
     }
     return Entry(EntryKind.BRANCH, name, body)
 
@@ -262,7 +268,7 @@ def inherit_cursors(
         cursor = Cursor(**fields)
         datasets.insert_cursor(connection, name, cursor)
         passed = cursor.num_admitted - carried.get(cursor.dataset_id, 0)
-        tallies.add(connection, name, f"passed/{cursor.dataset_id}", passed)
+        tallies.add(connection, name, PASSED + cursor.dataset_id, passed)
 
 
 def inherit_drops(connection: Connection, name: str, consumer: str, *, parent_id: str, step: int) -> None:

@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from strawflow import clock, faults
 from strawflow.errors import ConflictError, CorruptPackError, InvalidInputError, NotFoundError
-from strawflow.flow import journal
+from strawflow.flow import inherit, journal
 from strawflow.flow.journal import Entry, EntryKind
 from strawflow.flow.placed import read_extent
 from strawflow.flow.run import TRAINER, Run
@@ -86,6 +86,8 @@ def _is_there(run: Run) -> bool:
 def ensure_consumer(session: WorkerSession, *, purposes: Collection[str]) -> None:
     """Create the consumer the session is of, unless it exists; it is offered every completed unit of its purposes.
 
+    On a branch these are those of its whole line: what was settled before it, up to where it left, and its own.
+
     Raises:
         InvalidInputError: its name cannot be part of a folder name.
     """
@@ -93,11 +95,7 @@ def ensure_consumer(session: WorkerSession, *, purposes: Collection[str]) -> Non
     require_consumer_name(run)
     if _is_there(run):
         return
-    body = {"consumer": run.consumer, "purposes": sorted(purposes), "position": 0}
-    entry = Entry(EntryKind.CONSUMER, run.branch, body)
-    with journal.recorded(session, [entry]) as record, run.index.begin() as connection:
-        record.name(connection)
-        consumers.ensure(connection, run.branch, run.consumer, purposes=purposes)
+    inherit.make_consumer(session, purposes=purposes)
 
 
 def newest_checkpoint(run: Run) -> Checkpoint | None:
@@ -165,12 +163,25 @@ def checkpoint_path(role: Role, step: int) -> str:
 
 
 def require_no_checkpoint(run: Run, *, step: int) -> None:
-    """Raise ConflictError when the consumer has a committed checkpoint of a step: its files must stay as they are."""
+    """Raise ConflictError when the consumer has a committed checkpoint of a step: its files must stay as they are.
+
+    So it is for a step of the line before the branch: a checkpoint of it would be of a branch that has no such batch.
+    """
     with run.index.read() as connection:
         known = checkpoints.of_step(connection, run.branch, run.consumer, step)
+        _require_own(connection, run, step)
     if known is not None:
         raise ConflictError(
             f"step {step} of consumer {run.consumer!r} has its checkpoint {known.checkpoint_id} already; get the next batch"
+        )
+
+
+def _require_own(connection: Connection, run: Run, step: int) -> None:
+    batch = batches.find(connection, run.branch, run.consumer, step)
+    if batch is not None and batch.branch_id != run.branch:
+        raise ConflictError(
+            f"step {step} of consumer {run.consumer!r} is one of branch {batch.branch_id!r}, from which {run.branch!r} went on; "
+            "get the next batch"
         )
 
 
@@ -209,7 +220,7 @@ def commit_checkpoint(
     Raises:
         LeaseLostError: another session took over as trainer; the files stay unnamed.
         ConflictError: the committed position is not `previous_step`, or the step has a checkpoint of other content or of
-            an earlier session.
+            an earlier session, or lies before the branch.
         NotFoundError: the folder has no manifest: it is no complete checkpoint.
     """
     run = session.run
@@ -224,6 +235,7 @@ def commit_checkpoint(
                 )
             return known
         batch = batches.require(connection, run.branch, run.consumer, step)
+        _require_own(connection, run, step)
         cursors, last_unit_id = datasets.standing(connection, run.branch)
     checkpoint = Checkpoint(
         checkpoint_id=_checkpoint_id(role, step),

@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from strawflow import processes
 from strawflow.errors import ConflictError, IllegalTransitionError, NotFoundError
+from strawflow.flow import journal, returned
+from strawflow.flow.journal import EntryKind
 from strawflow.flow.rescue import declare_lost
 from strawflow.flow.run import Run
-from strawflow.index import consumers, leases, sessions
+from strawflow.flow.session import WorkerSession
+from strawflow.index import consumers, leases, sessions, units
+from strawflow.index.engine import Connection
 from strawflow.index.sessions import Session
-from strawflow.states import SessionState
+from strawflow.index.units import Unit
+from strawflow.states import SessionState, UnitState
+
+FENCED = "fenced off by an operator"
+"""Why a session was declared lost."""
+_TRIES = 3
+"""How often the journal is tried to have the units of a worker that goes on leasing and settling. Then it is stopped all the
+same, and a rebuild would count these units from 0."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +89,47 @@ def fence(run: Run, session_id: str, *, force: bool = False) -> int:
             else (f"its lease on {found.host} holds for another {found.expires_in_s:.0f} s")
         )
         raise ConflictError(f"worker {session_id} seems to live: {how}; stop it first, or use --force")
-    return declare_lost(run, session_id, reason="fenced off by an operator")
+    with run.index.read() as connection:
+        holds_any = leases.num_leased(connection, session_id) > 0
+    if not holds_any:
+        return declare_lost(run, session_id, reason=FENCED)
+    acting = WorkerSession(run, "fence")
+    try:
+        for _ in range(_TRIES):
+            if (num_units := _take_back(acting, session_id)) is not None:
+                return num_units
+        return declare_lost(run, session_id, reason=FENCED)
+    finally:
+        acting.end()
+
+
+class _MovedOnError(Exception):
+    """The worker holds other units than those that the journal has."""
+
+
+def _take_back(acting: WorkerSession, session_id: str) -> int | None:
+    """Declare a session lost with the units that it holds; None to look at them again."""
+    run = acting.run
+    with run.index.read() as connection:
+        held = units.leased_to(connection, session_id)
+    after = leases.rescued(held, max_attempts=run.config.rollout.max_attempts)
+    # One whose attempts are used up is set aside, not given back.
+    back = [unit for unit in after if unit.state is UnitState.READY]
+    try:
+        with journal.recorded(acting, returned.entries(EntryKind.RELEASE, back, reason=FENCED)) as record:
+
+            def confirm(connection: Connection, found: Sequence[Unit]) -> None:
+                record.name(connection)
+                if [_standing(u) for u in found] != [_standing(u) for u in after]:
+                    raise _MovedOnError
+
+            return declare_lost(run, session_id, reason=FENCED, confirm=confirm)
+    except _MovedOnError:
+        return None
+
+
+def _standing(unit: Unit) -> tuple[object, ...]:
+    return unit.unit_id, unit.state, unit.fence, unit.seq, unit.attempts, unit.crashes
 
 
 def who_and_how_to_end(session: Session) -> str:

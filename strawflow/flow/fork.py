@@ -4,28 +4,26 @@
    the parent's. All others admitted by then are taken up, pristine unless their result belongs to the line.
 2. Every other consumer goes on after the last of its steps up to which its batches hold nothing but what the line holds. If it
    writes checkpoints, that step is one of a checkpoint whose files are kept: none is ever shown ahead of its position.
-3. Settled units that such a consumer had not read by then are taken up with their result and offered to it alone.
+3. Settled units that such a consumer had not read by then are taken up with their result and offered to it alone; of those
+   that are in the history, the ones whose trajectories still lie in packs (flow.history_again).
 4. Nothing is written here; asked twice of one state of the index it answers the same.
-5. It knows the parent's consumers. One that is first made on the branch is offered what the branch itself holds, not what was
-   settled before.
+5. It knows the parent's consumers. What was settled before the branch is taken up for one that is first made there by
+   flow.inherit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from strawflow.flow.retire import moved_rows
-from strawflow.flow.run import TRAINER, Run
-from strawflow.index import branches, checkpoints, consumers, forks, units
+from strawflow.flow.history_again import RetiredUnit
+from strawflow.flow.run import TRAINER
+from strawflow.index import branches, carry, checkpoints, consumers, forks
+from strawflow.index.carry import Carried
 from strawflow.index.checkpoints import Checkpoint
 from strawflow.index.consumers import Consumer
 from strawflow.index.engine import Connection
 from strawflow.index.forks import Fork
-from strawflow.index.units import Carried
-
-RetiredFates = Sequence[tuple[int, Mapping[str, int]]]
-"""(unit id, {consumer: step}) of units that left the index for the history."""
 
 
 @dataclass(frozen=True)
@@ -50,15 +48,26 @@ class Plan:
     num_unsettled: int
     seen: Mapping[str, tuple[int, ...]]
     """By consumer: the places in `carried` of units that have their fate by the step it starts after."""
-    num_lost: int
-    """How often a consumer would have to read again what retention has moved to the history."""
+    lost: tuple[int, ...] = ()
+    """Units that a consumer would have to read again and that are in the history; once for each consumer."""
 
     def positions(self) -> dict[str, int]:
         return {start.consumer: start.position for start in self.starts}
 
 
-def plan_fork(connection: Connection, start: Checkpoint, *, reuse: bool, retired: RetiredFates = ()) -> Plan:
-    """Say what a branch from this checkpoint starts with; `retired` as `retired_fates` returns it, if it is needed."""
+def plan_fork(
+    connection: Connection,
+    start: Checkpoint,
+    *,
+    reuse: bool,
+    retired: Sequence[RetiredUnit] = (),
+    readable: Mapping[int, Carried] | None = None,
+) -> Plan:
+    """Say what a branch from this checkpoint starts with.
+
+    `retired` are the parent's units in the history, if they are needed (`needs_history`), and `readable` those among them
+    whose trajectories can still be read.
+    """
     parent_id = start.branch_id
     all_of_them = consumers.listed(connection, parent_id)
     others = [c for c in all_of_them if c.consumer != start.consumer]
@@ -84,26 +93,16 @@ def plan_fork(connection: Connection, start: Checkpoint, *, reuse: bool, retired
     starts = tuple(
         Start(c.consumer, found[c.consumer][0], c.purposes, found[c.consumer][1]) for c in all_of_them
     )
-    return _with_settled(connection, fork, starts, unsettled, _num_lost(fork, starts, retired))
-
-
-def retired_fates(run: Run, parent_id: str) -> RetiredFates:
-    """Return what consumers of a branch made of the units that left the index; reads every pack of the history."""
-    return [
-        (row["unit_id"], dict(zip(row["consumers"], row["steps"], strict=True)))
-        for rows in moved_rows(run, "history")
-        for row in rows.select(["branch_id", "unit_id", "consumers", "steps"]).to_pylist()
-        if row["branch_id"] == parent_id
-    ]
+    return _with_settled(connection, fork, starts, unsettled, _Retired(tuple(retired), readable or {}))
 
 
 def needs_history(connection: Connection, parent_id: str, plan: Plan) -> bool:
-    """Tell whether a plan made without `retired_fates` may be wrong: a batch beyond the fork has left the index."""
+    """Tell whether a plan made without the history may be wrong: a batch beyond the fork has left the index."""
     return forks.has_retired_beyond(connection, parent_id, plan.positions())
 
 
 def _unsettled(connection: Connection, fork: Fork, start: Checkpoint, *, reuse: bool) -> list[Carried]:
-    return units.to_carry(
+    return carry.to_carry(
         connection,
         fork.parent_id,
         fork.consumer,
@@ -118,7 +117,7 @@ def _start_of(
     fork: Fork,
     consumer: Consumer,
     unsettled: Iterable[Carried],
-    retired: RetiredFates,
+    retired: Sequence[RetiredUnit],
 ) -> tuple[int, str | None]:
     """Return after which step a consumer goes on, and its checkpoint of that step if there is one."""
     kept = {c.unit.unit_id for c in unsettled if c.keeps}
@@ -128,9 +127,9 @@ def _start_of(
         if unit_id not in kept
     ]
     abandoned += [
-        fates[consumer.consumer]
-        for _, fates in retired
-        if consumer.consumer in fates and fates.get(fork.consumer, fork.step + 1) > fork.step
+        r.fates[consumer.consumer]
+        for r in retired
+        if consumer.consumer in r.fates and r.fates.get(fork.consumer, fork.step + 1) > fork.step
     ]
     last = min([consumer.position, *(step - 1 for step in abandoned)])
     made = checkpoints.listed(connection, fork.parent_id, consumer.consumer)
@@ -143,19 +142,56 @@ def _start_of(
     return position, by_step.get(position)
 
 
+@dataclass(frozen=True)
+class _Retired:
+    """The parent's units in the history."""
+
+    units: tuple[RetiredUnit, ...]
+    readable: Mapping[int, Carried]
+
+    def beyond(self, fork: Fork, start: Start) -> list[int]:
+        """Return the settled units with a result that a consumer had read only after the step it goes on after."""
+        return [
+            r.unit_id
+            for r in self.units
+            if r.is_completed
+            and r.fates.get(fork.consumer, fork.step + 1) <= fork.step
+            and r.fates.get(start.consumer, 0) > start.position
+        ]
+
+    def fates_by(self, unit_ids: Collection[int], starts: Mapping[str, int]) -> set[tuple[int, str]]:
+        """Return the (unit id, consumer) where the consumer had given the unit a fate by the step it goes on after."""
+        return {
+            (r.unit_id, consumer)
+            for r in self.units
+            if r.unit_id in unit_ids
+            for consumer, step in r.fates.items()
+            if step <= starts.get(consumer, -1)
+        }
+
+
 def _with_settled(
-    connection: Connection, fork: Fork, starts: tuple[Start, ...], unsettled: list[Carried], num_lost: int
+    connection: Connection,
+    fork: Fork,
+    starts: tuple[Start, ...],
+    unsettled: list[Carried],
+    retired: _Retired,
 ) -> Plan:
     again: dict[int, Carried] = {}
+    lost: list[int] = []
     for s in starts:
         if s.consumer != fork.consumer:
             found = forks.settled_beyond(connection, fork, s.consumer, purposes=s.purposes, step=s.position)
             again.update((c.unit.unit_id, c) for c in found)
+            beyond = retired.beyond(fork, s)
+            again.update((u, retired.readable[u]) for u in beyond if u in retired.readable)
+            lost += [u for u in beyond if u not in retired.readable]
     carried = (*unsettled, *(again[unit_id] for unit_id in sorted(again)))
     place_of = {c.unit.unit_id: place for place, c in enumerate(carried) if c.keeps}
     positions = {s.consumer: s.position for s in starts}
+    fates = forks.fates_by(connection, fork.parent_id, sorted(place_of), positions)
     seen: dict[str, list[int]] = {}
-    for unit_id, consumer in forks.fates_by(connection, fork.parent_id, sorted(place_of), positions):
+    for unit_id, consumer in fates | retired.fates_by(place_of, positions):
         seen.setdefault(consumer, []).append(place_of[unit_id])
     return Plan(
         weights_step=fork.weights_step,
@@ -163,15 +199,5 @@ def _with_settled(
         carried=carried,
         num_unsettled=len(unsettled),
         seen={name: tuple(sorted(places)) for name, places in sorted(seen.items())},
-        num_lost=num_lost,
-    )
-
-
-def _num_lost(fork: Fork, starts: Iterable[Start], retired: RetiredFates) -> int:
-    return sum(
-        fates.get(s.consumer, 0) > s.position
-        for s in starts
-        if s.consumer != fork.consumer
-        for _, fates in retired
-        if fates.get(fork.consumer, fork.step + 1) <= fork.step
+        lost=tuple(lost),
     )

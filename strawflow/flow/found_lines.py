@@ -17,6 +17,7 @@ from typing import Any
 from strawflow import clock
 from strawflow.config import RunConfig
 from strawflow.errors import CorruptCheckpointError, IncompatibleFormatError
+from strawflow.flow import inherit
 from strawflow.flow import journal_choice as choice
 from strawflow.flow.admit import HELD_OUT, evaluation_of
 from strawflow.flow.assemble import NO_DIGEST
@@ -24,7 +25,7 @@ from strawflow.flow.checkpoint_folder import is_whole
 from strawflow.flow.found_packs import FoundPacks, Loss
 from strawflow.flow.journal import EntryKind, ExtentRef, StoredEntry
 from strawflow.flow.journal_choice import Line, Manifest, PlanChain
-from strawflow.index import batches, consumers, datasets, reconstruction, units
+from strawflow.index import batches, carry, consumers, datasets, reconstruction, units
 from strawflow.index.consumers import Assignment, Consumer
 from strawflow.index.engine import Connection
 from strawflow.index.reconstruction import FoundBatch
@@ -42,6 +43,8 @@ class Lines:
     entries: Sequence[StoredEntry]
     manifests: Sequence[Manifest]
     on_hole: Callable[[str], None]
+    is_met: Callable[[int, int], bool]
+    """Whether anything tells of a unit among (first id, count)."""
     num_batches: int = 0
     num_checkpoints: int = 0
     num_weights: int = 0
@@ -56,15 +59,36 @@ class Lines:
 
     def bring_back(self, branch_id: str) -> None:
         """Bring a branch's consumers, weights, batches, positions and checkpoints back; its units are there."""
-        for entry in self.of_branch(branch_id):
-            if entry.kind is EntryKind.CONSUMER:
-                head = entry.head
-                consumers.ensure(
-                    self.connection, branch_id, head["consumer"], purposes=head["purposes"], position=0
-                )
+        self._consumers(branch_id)
         self._weights(branch_id)
         for consumer in consumers.listed(self.connection, branch_id):
             self._line(consumer)
+
+    def _consumers(self, branch_id: str) -> None:
+        known = {c.consumer for c in consumers.listed(self.connection, branch_id)}
+        for entry in choice.consumers_in_order(self.of_branch(branch_id), known=known, is_met=self.is_met):
+            head = entry.head
+            if "first_unit_id" in head:
+                self._take_up(branch_id, entry)
+            consumers.ensure(self.connection, branch_id, head["consumer"], purposes=head["purposes"])
+
+    def _take_up(self, branch_id: str, entry: StoredEntry) -> None:
+        """Take up again what a consumer was given of the line before its branch."""
+        body = entry.body
+        parents = reconstruction.carried_units(self.connection, body["carried"])
+        if missing := set(body["carried"]) - parents.keys():
+            self.on_hole(
+                f"consumer {body['consumer']!r} was given unit {min(missing)} on branch {branch_id!r}, which nothing admitted"
+            )
+        carried = inherit.with_results(body, parents, self.packs.find_anyway)
+        # Of two entries that give the same the one that nobody built on was not committed.
+        taken = carry.places_taken(self.connection, branch_id)
+        inherit.take_up(
+            self.connection,
+            branch_id,
+            {unit_id: c for unit_id, c in carried.items() if carry.place_of(c.unit) not in taken},
+            body["readers"],
+        )
 
     # ---- weights
 

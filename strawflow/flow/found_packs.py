@@ -170,6 +170,10 @@ class FoundPacks:
         self._lose(extent, f"{ref.kind}: {reason}")
         return extent, False
 
+    def find_anyway(self, ref: ExtentRef) -> Extent:
+        """Return an extent that an entry names; in quarantine if its bytes are nowhere."""
+        return self.find_or_quarantine(ref)[0]
+
     def read(self, extent: Extent) -> pa.RecordBatch:
         """Return the rows of an extent that was found.
 

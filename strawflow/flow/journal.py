@@ -42,7 +42,9 @@ log = logging.getLogger(__name__)
 
 KIND = "journal"
 _CHECKSUM, _ENTRY_ID = "xxh3", "entry_id"
-_LONG = frozenset({"extents", "rows", "fates", "units", "carried", "kept", "seen", "metrics"})
+_LONG = frozenset(
+    {"extents", "rows", "fates", "units", "carried", "kept", "seen", "readers", "retired", "metrics"}
+)
 
 
 class EntryKind(StrEnum):
@@ -70,6 +72,14 @@ class EntryKind(StrEnum):
     """A branch was started from a checkpoint."""
     CONSUMER = "consumer"
     """A consumer was created."""
+    REQUEUE = "requeue"
+    """Units were sent back pristine by a consumer that could not use their results."""
+    REOPEN = "reopen"
+    """Units whose stored results or progress are damaged were made pristine."""
+    RETRY = "retry"
+    """An operator offered failed units again."""
+    RELEASE = "release"
+    """An operator took back what a worker held."""
     DIGESTS = "digests"
     """Extents that no other entry names, and their checksums."""
     INCARNATION = "incarnation"

@@ -13,7 +13,7 @@ It reads no file and knows no index.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from strawflow.flow.journal import EntryKind, Place, StoredEntry
@@ -59,6 +59,31 @@ def branches_in_order(entries: Iterable[StoredEntry], *, known: Iterable[str]) -
 
 def _creation(entry: StoredEntry) -> tuple[int, int, int]:
     return entry.incarnation, int(entry.head["first_unit_id"]), entry.at_ms
+
+
+def consumers_in_order(
+    entries: Iterable[StoredEntry], *, known: Collection[str], is_met: Callable[[int, int], bool]
+) -> list[StoredEntry]:
+    """Return one entry for each consumer of a branch that is not known yet; first those whose units others build on.
+
+    Several may have been about to make one consumer, or to take the same units up for theirs: at most one of those that
+    give a unit was committed, and where nothing tells of the ids that it gave, nobody has seen any.
+    """
+    of_name: dict[str, list[StoredEntry]] = defaultdict(list)
+    for entry in entries:
+        if entry.kind is EntryKind.CONSUMER and entry.head["consumer"] not in known:
+            of_name[entry.head["consumer"]].append(entry)
+    giving = [e for found in of_name.values() for e in found if "first_unit_id" in e.head]
+    built_on: set[str] = set()
+    if len(giving) > 1:
+        built_on = {
+            e.entry_id for e in giving if is_met(int(e.head["first_unit_id"]), len(e.body["carried"]))
+        }
+
+    def authority(entry: StoredEntry) -> tuple[bool, int, Place]:
+        return entry.entry_id in built_on, entry.incarnation, entry.place
+
+    return sorted((max(found, key=authority) for found in of_name.values()), key=authority, reverse=True)
 
 
 def segments_in_order(

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
 from typing import TypeVar
 
 import pyarrow as pa
@@ -15,7 +16,7 @@ import pyarrow as pa
 from strawflow.errors import CorruptPackError, StorageError
 from strawflow.flow.run import Run
 from strawflow.ids import Extent, RowRange
-from strawflow.index import packs
+from strawflow.index import liveness, packs
 from strawflow.packs.reader import PackReader
 
 T = TypeVar("T")
@@ -46,6 +47,15 @@ def read_extents(
         placed = packs.find_extents(connection, extent_ids)
     for extent_id, extent in placed.items():
         yield extent_id, read_extent(run, reader, extent)
+
+
+def moved_rows(run: Run, kind: str, *, newest_first: bool = False) -> Iterator[pa.RecordBatch]:
+    """Yield what left the index for packs of a kind, in the order it left; each piece keeps its own order."""
+    with run.index.read() as connection:
+        ids = liveness.extent_ids_of_kind(connection, kind)
+    with closing(PackReader(run.root)) as reader:
+        for extent_id in reversed(ids) if newest_first else ids:
+            yield from (rows for _, rows in read_extents(run, reader, [extent_id]))
 
 
 def _read_again(run: Run, extent: Extent, read: Callable[[Extent], T]) -> T:

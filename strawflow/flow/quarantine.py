@@ -17,11 +17,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from strawflow.errors import ConflictError, StorageError
-from strawflow.flow import assemble, journal, rescue
+from strawflow.flow import assemble, journal, rescue, returned
 from strawflow.flow.check import Looked, read_packs
 from strawflow.flow.compact import bring_out
 from strawflow.flow.fence import who_and_how_to_end
@@ -388,9 +388,33 @@ def _reopen(session: WorkerSession, roles: _Roles, report: QuarantineReport) -> 
     # Looked at again under the roles: a consumer may have given one its fate since.
     fated = [u for u in held if u.unit_id in wanted and u.fates]
     report.dropped = _drop_for_others(session, roles, fated)
-    with run.index.begin() as connection:
-        roles.require(connection)
-        report.reopened = quarantine.reopen(connection, wanted - {u.unit_id for u in fated}, reason=CORRUPT)
+    while not _opened_again(session, roles, report, wanted - {u.unit_id for u in fated}):
+        pass  # a worker took or settled one that is only parked
+
+
+def _opened_again(
+    session: WorkerSession, roles: _Roles, report: QuarantineReport, unit_ids: Collection[int]
+) -> bool:
+    """Open units again whose results or progress are damaged; False when one changed meanwhile."""
+    run = session.run
+    with run.index.read() as connection:
+        found = quarantine.openable(connection, unit_ids)
+    after = [replace(u, attempts=0, crashes=0) if u.state is UnitState.COMPLETED else u for u in found]
+    entries = returned.entries(EntryKind.REOPEN, after, reason=CORRUPT)
+    try:
+        with journal.recorded(session, entries) as record, run.index.begin() as connection:
+            roles.require(connection)
+            record.name(connection)
+            if quarantine.openable(connection, unit_ids) != found:
+                raise _MovedOnError
+            report.reopened = quarantine.reopen(connection, [u.unit_id for u in found], reason=CORRUPT)
+    except _MovedOnError:
+        return False
+    return True
+
+
+class _MovedOnError(Exception):
+    """A unit is not as the journal has it: the transaction goes back."""
 
 
 def _drop_for_others(

@@ -25,7 +25,8 @@ from strawflow.index.engine import Connection
 NOT_KEPT = (
     "events (new ones begin with this rebuild)",
     "receipts: a submission repeated now is refused by its lease, not answered again",
-    "attempts, crashes and parks of units: counted from 0 again; units set aside as failed are ready again",
+    "attempts, crashes and parks of units: counted from 0 again, or from where they stood when the unit was sent back, retried "
+    "or released last; units set aside as failed are ready again",
     "pins, quarantine, worker sessions and engines",
     "seconds and restarts counted so far",
 )

@@ -23,7 +23,7 @@ import numpy as np
 from strawflow import clock
 from strawflow.config import RunConfig
 from strawflow.errors import ConflictError, CorruptPackError
-from strawflow.flow import journal
+from strawflow.flow import history_again, inherit, journal, returned
 from strawflow.flow import journal_choice as choice
 from strawflow.flow.admit import Schedule, cursor_fields, take_rows
 from strawflow.flow.assemble import UNIT_FAILED
@@ -34,7 +34,7 @@ from strawflow.flow.found_results import FoundGroup, groups_of
 from strawflow.flow.journal import Entry, EntryKind, ExtentRef, StoredEntry
 from strawflow.flow.run import ACTIVE_BRANCH, MAIN_BRANCH, TRAINER
 from strawflow.ids import Extent, new_id
-from strawflow.index import branches, consumers, datasets, meta, reconstruction, units
+from strawflow.index import branches, carry, consumers, datasets, meta, reconstruction, returns, units
 from strawflow.index.datasets import Cursor
 from strawflow.index.engine import Connection
 from strawflow.index.reconstruction import FoundResult
@@ -70,6 +70,8 @@ class Reconstruction:
     num_parked: int = 0
     num_batches: int = 0
     num_drops: int = 0
+    num_returned: int = 0
+    """Units that were sent back, opened again, retried or released."""
     num_checkpoints: int = 0
     num_weights: int = 0
     num_branches: int = 0
@@ -138,7 +140,13 @@ class _Work:
             consumers.ensure(self.connection, MAIN_BRANCH, TRAINER)
         self._segments()
         lines = Lines(
-            self.connection, self.config, self.packs, self.entries, self.manifests, on_hole=self._on_hole
+            self.connection,
+            self.config,
+            self.packs,
+            self.entries,
+            self.manifests,
+            on_hole=self._on_hole,
+            is_met=self._is_met,
         )
         known = [branch.branch_id for branch in branches.listed(self.connection)]
         started = choice.branches_in_order(self.entries, known=known)
@@ -158,6 +166,10 @@ class _Work:
                     self.connection, entry.branch_id, consumer, parent_id=entry.head["parent"], step=position
                 )
             lines.drop_again(entry.branch_id)
+        report.num_returned = returns.bring_back(
+            self.connection, returned.told(self.entries), given_up=UNIT_FAILED
+        )
+        self.packs.drop_superseded()
         self._finish(lines)
         return report
 
@@ -245,25 +257,12 @@ class _Work:
         for consumer, positions[consumer], purposes in _starts(entry):
             consumers.ensure(self.connection, name, consumer, purposes=purposes, position=positions[consumer])
         parents = reconstruction.carried_units(self.connection, body["carried"])
+        parents |= history_again.from_entry(self.connection, body.get("retired", ()))
         if missing := set(body["carried"]) - parents.keys():
             self._on_hole(f"branch {name!r} took unit {min(missing)} up, which nothing admitted")
             return
-        carried = [parents[unit_id] for unit_id in body["carried"]]
-        extents = [
-            self.packs.find_or_quarantine(ExtentRef.of("trajectory", ref))[0] for ref in body["extents"]
-        ]
-        for number, at, row_start, row_count, version_step, mean_reward, num_tokens in body["kept"]:
-            kept = replace(
-                carried[number].unit,
-                extent_id=extents[at].extent_id,
-                row_start=row_start,
-                row_count=row_count,
-                version_step=version_step,
-                mean_reward=mean_reward,
-                num_tokens=num_tokens,
-            )
-            carried[number] = replace(carried[number], unit=kept, keeps=True)
-        units.carry_over(
+        carried = list(inherit.with_results(body, parents, self.packs.find_anyway).values())
+        carry.carry_over(
             self.connection,
             carried,
             to_branch=name,
@@ -335,8 +334,10 @@ class _Work:
                 met.update(choice.units_of_plan(entry))
             elif entry.kind is EntryKind.DROP:
                 met.update(unit_id for _, unit_id, _, _ in entry.body["units"])
-            elif entry.kind is EntryKind.BRANCH:
-                met.update(entry.body["carried"])
+            elif entry.kind in (EntryKind.BRANCH, EntryKind.CONSUMER):
+                met.update(entry.body.get("carried", ()))
+            elif entry.kind in returned.KINDS:
+                met.update(unit_id for unit_id, *_ in entry.body["units"])
         for kind in ("trajectory", "continuation"):
             for _, rows in self.packs.messages(kind):
                 met.update(rows.column("unit_id").to_pylist())
@@ -351,7 +352,6 @@ class _Work:
                 groups = list(groups_of(rows))
                 for at in range(0, len(groups), _CHUNK):
                     self._take(extent, groups[at : at + _CHUNK], state, steps)
-        self.packs.drop_superseded()
 
     def _take(
         self, extent: Extent, groups: Iterable[FoundGroup], state: UnitState, steps: dict[str, int]
@@ -458,7 +458,7 @@ class _Work:
                 ends.append(head["first_unit_id"] + head["count"] - 1)
             elif entry.kind is EntryKind.WEIGHTS:
                 ends.append(head["evaluation"]["first_unit_id"] + head["evaluation"]["count"] - 1)
-            elif entry.kind is EntryKind.BRANCH:
+            elif entry.kind in (EntryKind.BRANCH, EntryKind.CONSUMER) and "first_unit_id" in head:
                 ends.append(head["first_unit_id"] + len(entry.body["carried"]) - 1)
         return max(ends)
 

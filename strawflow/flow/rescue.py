@@ -7,13 +7,16 @@ one transaction moves their rows and condemns the old pack; its file is removed 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 
 from strawflow.errors import CommitUnknownError, CorruptPackError, StorageError
 from strawflow.flow import journal
 from strawflow.flow.run import Run
 from strawflow.flow.session import WorkerSession
 from strawflow.index import events, leases, packs, quarantine, sessions, weights
+from strawflow.index.engine import Connection
 from strawflow.index.packs import Pack
+from strawflow.index.units import Unit
 from strawflow.packs.posix import file_of, set_aside
 from strawflow.packs.salvage import CorruptExtent, salvage
 from strawflow.packs.writer import PackWriter
@@ -21,7 +24,18 @@ from strawflow.packs.writer import PackWriter
 log = logging.getLogger(__name__)
 
 
-def declare_lost(run: Run, session_id: str, *, reason: str, if_expired_for_s: float | None = None) -> int:
+Confirm = Callable[[Connection, Sequence[Unit]], None]
+"""Is told in the transaction of the units that come back, in order of their ids; what it raises undoes all of it."""
+
+
+def declare_lost(
+    run: Run,
+    session_id: str,
+    *,
+    reason: str,
+    if_expired_for_s: float | None = None,
+    confirm: Confirm | None = None,
+) -> int:
     """Declare a live session lost and take its units back; returns how many. Idempotent.
 
     With `if_expired_for_s` only if it is still past its expiry by so much: a heartbeat may have come meanwhile.
@@ -33,6 +47,8 @@ def declare_lost(run: Run, session_id: str, *, reason: str, if_expired_for_s: fl
         rescued = leases.rescue(
             connection, session_id, reason=reason, max_attempts=run.config.rollout.max_attempts
         )
+        if confirm is not None:
+            confirm(connection, sorted(rescued, key=lambda unit: unit.unit_id))
     return len(rescued)
 
 

@@ -12,8 +12,7 @@ Which steps are old enough is flow.retain's part.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -22,17 +21,19 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from strawflow import clock, faults
-from strawflow.flow.placed import read_extents
+from strawflow.flow.placed import moved_rows
 from strawflow.flow.run import Run
 from strawflow.flow.session import WorkerSession
 from strawflow.flow.sweep import Item
-from strawflow.index import events, liveness, packs, retention, sessions
+from strawflow.ids import Extent
+from strawflow.index import events, packs, retention, sessions
 from strawflow.index.consumers import Consumer
 from strawflow.index.engine import Connection
 from strawflow.index.retention import LeavingUnit, Limits
-from strawflow.packs.reader import PackReader
+from strawflow.index.units import Unit
 from strawflow.plural import counted
 from strawflow.records import EVENT, HISTORY
+from strawflow.states import UnitState
 
 _CHUNK = 2000
 _RECEIPTS_AT_ONCE = 5000
@@ -104,7 +105,9 @@ def _move_units(session: WorkerSession, limits: Limits, leaving: Sequence[Leavin
         )
         return retention.remove_units(connection, limits, leaving)
 
-    return _move(session, "history", history_rows(leaving), remove)
+    with session.run.index.read() as connection:
+        placed = packs.whole_extents(connection, [u.unit.extent_id for u in leaving if u.unit.extent_id])
+    return _move(session, "history", history_rows(leaving, placed), remove)
 
 
 def _move(
@@ -123,8 +126,8 @@ def _move(
     return True
 
 
-def history_rows(leaving: Iterable[LeavingUnit]) -> pa.RecordBatch:
-    """Return units and their fates as rows of kind history."""
+def history_rows(leaving: Iterable[LeavingUnit], placed: Mapping[int, Extent]) -> pa.RecordBatch:
+    """Return units and their fates as rows of kind history; `placed` says where the results lie that can be read."""
     now_ms = clock.wall_ms()
     rows = [
         {
@@ -136,10 +139,27 @@ def history_rows(leaving: Iterable[LeavingUnit]) -> pa.RecordBatch:
             "steps": [fate.at_step for fate in unit.fates],
             "batch_ids": [fate.batch_id for fate in unit.fates],
             "retired_at_ms": now_ms,
+            "dataset_id": unit.dataset_id,
+            "segment_seq": unit.segment_seq,
+            **_result(unit.unit, placed.get(unit.unit.extent_id or 0)),
         }
         for unit in leaving
     ]
     return pa.RecordBatch.from_pylist(rows, schema=HISTORY)
+
+
+def _result(unit: Unit, extent: Extent | None) -> dict[str, Any]:
+    if extent is None or unit.state is not UnitState.COMPLETED:
+        return {}
+    return {
+        "result_digests": extent.digests,
+        "result_path": extent.path,
+        "result_offset": extent.offset,
+        "result_length": extent.length,
+        "result_num_rows": extent.num_rows,
+        "result_row_start": unit.row_start,
+        "result_row_count": unit.row_count,
+    }
 
 
 def find_retired(run: Run, unit_id: int) -> dict[str, Any] | None:
@@ -160,15 +180,6 @@ def fates_in_history(run: Run, branch_id: str, consumer: str) -> Iterator[tuple[
             for name, outcome in zip(row["consumers"], row["outcomes"], strict=True):
                 if name == consumer:
                     yield row["unit_id"], outcome
-
-
-def moved_rows(run: Run, kind: str, *, newest_first: bool = False) -> Iterator[pa.RecordBatch]:
-    """Yield what left the index for packs of a kind, in the order it left; each piece keeps its own order."""
-    with run.index.read() as connection:
-        ids = liveness.extent_ids_of_kind(connection, kind)
-    with closing(PackReader(run.root)) as reader:
-        for extent_id in reversed(ids) if newest_first else ids:
-            yield from (rows for _, rows in read_extents(run, reader, [extent_id]))
 
 
 # ---- receipts and events

@@ -458,16 +458,24 @@ def hold_unfated(connection: Connection, branch_id: str, unit_ids: Collection[in
     """Return {unit: its epoch if any consumer has given it a fate, else None}, and keep the others without one.
 
     Whoever gives a unit a fate first takes its offer away, so the offers of all consumers are held until the transaction
-    ends; they are looked at before the fates, in statements of their own.
+    ends; they are looked at before the fates, in statements of their own. The units themselves are held before, from being
+    changed and from being offered to a consumer that is made just now; others may refer to them.
     """
-    o, a = t.offers.c, t.assignments.c
-    wanted = sorted(unit_ids)
+    o, wanted = t.offers.c, sorted(unit_ids)
+    held = sa.select(t.units.c.unit_id).where(t.units.c.unit_id.in_(wanted)).order_by(t.units.c.unit_id)
+    connection.execute(lock_rows(held, connection, refers=True)).all()
     offers = sa.select(o.unit_id).where(o.branch_id == branch_id, o.unit_id.in_(wanted))
     in_order = offers.order_by(o.consumer, o.purpose, o.version_step, o.unit_id)
     connection.execute(lock_rows(in_order, connection)).all()
-    fates = sa.select(a.unit_id, a.epoch).where(a.branch_id == branch_id, a.unit_id.in_(wanted))
-    found = {row.unit_id: row.epoch for row in connection.execute(fates)}
+    found = fated_among(connection, branch_id, wanted)
     return {unit_id: found.get(unit_id) for unit_id in wanted}
+
+
+def fated_among(connection: Connection, branch_id: str, unit_ids: Collection[int]) -> dict[int, int]:
+    """Return {unit: its epoch} of the units that any consumer has given a fate."""
+    a = t.assignments.c
+    fates = sa.select(a.unit_id, a.epoch).where(a.branch_id == branch_id, a.unit_id.in_(sorted(unit_ids)))
+    return {row.unit_id: row.epoch for row in connection.execute(fates)}
 
 
 def withdraw_from_all(connection: Connection, branch_id: str, unit_ids: Collection[int]) -> None:

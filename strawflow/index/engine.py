@@ -289,10 +289,12 @@ def now(connection: Connection) -> sa.ColumnElement[float]:
 
 
 def lock_rows(
-    statement: sa.Select[Any], connection: Connection, *, of: sa.Table | None = None
+    statement: sa.Select[Any], connection: Connection, *, of: sa.Table | None = None, refers: bool = False
 ) -> sa.Select[Any]:
-    """Lock the selected rows (of one table), waiting for their holders."""
-    return statement.with_for_update(of=of) if connection.dialect.name == "postgresql" else statement
+    """Lock the selected rows (of one table), waiting for their holders; with `refers` others may insert rows that name them."""
+    if connection.dialect.name != "postgresql":
+        return statement
+    return statement.with_for_update(of=of, key_share=refers)
 
 
 def share_rows(statement: sa.Select[Any], connection: Connection) -> sa.Select[Any]:

@@ -13,8 +13,12 @@ from dataclasses import dataclass
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
+from strawflow.errors import NotFoundError
+from strawflow.index import branches, checkpoints
 from strawflow.index import tables as t
-from strawflow.index.units import COLUMN_NAMES, COLUMNS, Carried, to_unit
+from strawflow.index.branches import Branch
+from strawflow.index.carry import BEFORE_BRANCH, Carried, Place, place_of, places_taken
+from strawflow.index.units import COLUMN_NAMES, COLUMNS, to_unit
 from strawflow.states import BatchState, UnitState
 
 _CHUNK = 500
@@ -46,11 +50,15 @@ def _is_settled(fork: Fork) -> sa.ColumnElement[bool]:
 
 
 def unsettled_fates(connection: Connection, fork: Fork, consumer: str) -> Iterator[tuple[int, int]]:
-    """Yield (unit id, step) of the fates that a consumer gave on the parent to units that are not settled."""
+    """Yield (unit id, step) of the fates that a consumer gave on the parent to units that are not settled.
+
+    That it had read a unit before the parent began is none of them.
+    """
+    is_own = sa.or_(_A.reason.is_(None), _A.reason != BEFORE_BRANCH)
     rows = connection.execute(
         sa.select(_A.unit_id, _A.at_step)
         .join(t.units, _U.unit_id == _A.unit_id)
-        .where(_A.branch_id == fork.parent_id, _A.consumer == consumer, ~_is_settled(fork))
+        .where(_A.branch_id == fork.parent_id, _A.consumer == consumer, ~_is_settled(fork), is_own)
     )
     for row in rows:
         yield row.unit_id, row.at_step
@@ -71,6 +79,12 @@ def settled_beyond(
         a.epoch == _U.epoch,
         a.at_step <= step,
     )
+    return _settled(connection, fork, purposes, ~known)
+
+
+def _settled(
+    connection: Connection, fork: Fork, purposes: Collection[str], *where: sa.ColumnElement[bool]
+) -> list[Carried]:
     rows = connection.execute(
         sa.select(*COLUMNS, _U.precedence, t.segments.c.dataset_id)
         .join(t.segments, t.segments.c.segment_id == _U.segment_id)
@@ -79,13 +93,45 @@ def settled_beyond(
             _U.state == UnitState.COMPLETED,
             _U.purpose.in_(sorted(purposes)),
             _is_settled(fork),
-            ~known,
             ~sa.exists().where(t.quarantine.c.extent_id == _U.extent_id),
+            *where,
         )
     )
     return [
         Carried(to_unit(row[: len(COLUMN_NAMES)]), row.dataset_id, row.precedence, keeps=True) for row in rows
     ]
+
+
+def settled_before(
+    connection: Connection, branch_id: str, *, purposes: Collection[str], gone: Collection[Place]
+) -> list[Carried]:
+    """Return the settled units with a result that lie on a branch's line before it and that it has not taken up itself.
+
+    In order of admission. `gone` are the places of units that the branch had and that are in the history now. Those whose
+    trajectories are in quarantine are left out: nobody could read them.
+    """
+    known = places_taken(connection, branch_id) | set(gone)
+    found: list[Carried] = []
+    at = branches.find(connection, branch_id)
+    while at is not None and at.parent_id is not None:
+        for c in _settled(connection, _fork_of(connection, at, at.parent_id), purposes):
+            # An ancestor nearer to the branch may have taken it up from one before.
+            if (place := place_of(c.unit)) not in known:
+                known.add(place)
+                found.append(c)
+        at = branches.find(connection, at.parent_id)
+    return sorted(found, key=lambda c: c.unit.unit_id)
+
+
+def _fork_of(connection: Connection, branch: Branch, parent_id: str) -> Fork:
+    """Return where a branch left its parent."""
+    start = checkpoints.find(connection, branch.from_checkpoint_id or "")
+    if start is None or branch.from_step is None:
+        raise NotFoundError(
+            f"the index has no checkpoint {branch.from_checkpoint_id!r}, from which branch {branch.branch_id!r} was made"
+        )
+    weights_step = branches.start_of(connection, branch, None)
+    return Fork(parent_id, start.consumer, branch.from_step, weights_step)
 
 
 def fates_by(

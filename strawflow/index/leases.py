@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from strawflow.errors import InvalidInputError
 from strawflow.index import events
@@ -313,6 +313,18 @@ def rescue(transaction: Transaction, session_id: str, *, reason: str, max_attemp
         ],
     )
     return units
+
+
+def rescued(held: Sequence[Unit], *, max_attempts: int) -> list[Unit]:
+    """Return how the units that a session holds will stand once `rescue` took them back."""
+    if len(held) != 1:
+        return [
+            replace(u, state=UnitState.READY, session_id=None, attempts=u.attempts - 1, crashes=u.crashes + 1)
+            for u in held
+        ]
+    (alone,) = held
+    state = UnitState.FAILED if alone.attempts >= max_attempts else UnitState.READY
+    return [replace(alone, state=state, session_id=None)]
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from strawflow import clock
 from strawflow.errors import CorruptPackError, LeaseLostError, NotFoundError
 from strawflow.ids import Extent
 from strawflow.index import tables as t
-from strawflow.index.engine import lock_rows, now
+from strawflow.index.engine import lock_rows, now, share_rows
 from strawflow.index.pins import PinKind, is_pinned
 from strawflow.index.prepared import Prepared, Transaction, rows_value
 from strawflow.states import PackState, SessionState
@@ -203,6 +203,65 @@ def find_extents(transaction: Transaction, extent_ids: Iterable[int]) -> dict[in
     if missing:
         raise NotFoundError("the index names no such extent", extent_id=missing[0])
     return found
+
+
+def whole_extents(transaction: Transaction, extent_ids: Iterable[int]) -> dict[int, Extent]:
+    """Return where each extent lies now; those that are quarantined or unknown are left out."""
+    rows = _FIND_EXTENTS.rows(transaction, rows=rows_value(sorted(set(extent_ids))))
+    return {
+        extent_id: Extent(extent_id, pack_id, kind, path, offset, length, num_rows, bytes(digests))
+        for extent_id, pack_id, kind, path, offset, length, num_rows, digests, reason in rows
+        if reason is None
+    }
+
+
+def with_digests(connection: Connection, kind: str, digests: Iterable[bytes]) -> dict[bytes, Extent]:
+    """Return the extents of a kind that have these digests, those in quarantine left out; reads every extent's row."""
+    wanted = set(digests)
+    statement = _PLACED.where(
+        t.packs.c.kind == kind,
+        t.packs.c.state != PackState.CONDEMNED,
+        ~sa.exists().where(t.quarantine.c.extent_id == t.extents.c.extent_id),
+    )
+    rows = connection.execute(statement.order_by(t.extents.c.extent_id))
+    return {bytes(row.digests): _extent(row) for row in rows if bytes(row.digests) in wanted}
+
+
+def name_again(connection: Connection, extents: Iterable[Extent]) -> dict[bytes, Extent]:
+    """Insert rows for extents of sealed packs whose rows were swept, where the pack is still there; returns them by digests."""
+    found: dict[bytes, Extent] = {}
+    for extent in extents:
+        pack = share_rows(
+            sa.select(t.packs.c.pack_id).where(
+                t.packs.c.path == extent.path, t.packs.c.state == PackState.SEALED
+            ),
+            connection,
+        )
+        pack_id = connection.execute(pack).scalar()
+        at_its_place = sa.select(t.extents.c.extent_id).where(
+            t.extents.c.pack_id == pack_id, t.extents.c.offset == extent.offset
+        )
+        if pack_id is None or connection.execute(at_its_place).first() is not None:
+            continue  # what has a row and was not found by it is in quarantine
+        values = {
+            "pack_id": pack_id,
+            "offset": extent.offset,
+            "length": extent.length,
+            "num_rows": extent.num_rows,
+            "digests": extent.digests,
+        }
+        statement = sa.insert(t.extents).values(**values).returning(t.extents.c.extent_id)
+        extent_id = connection.execute(statement).scalar_one()
+        found[extent.digests] = replace(extent, pack_id=pack_id, extent_id=extent_id)
+    return found
+
+
+def are_there(connection: Connection, extent_ids: Iterable[int]) -> bool:
+    """Tell whether all of these extents have their rows, and keep them from being swept until the transaction ends."""
+    wanted = sorted(set(extent_ids))
+    held = sa.select(t.extents.c.extent_id).where(t.extents.c.extent_id.in_(wanted))
+    rows = connection.execute(share_rows(held.order_by(t.extents.c.extent_id), connection)).all()
+    return len(rows) == len(wanted)
 
 
 def _quarantined(extent: Extent, reason: str) -> CorruptPackError:

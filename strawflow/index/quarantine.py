@@ -18,9 +18,10 @@ from strawflow import clock
 from strawflow.index import events, meta
 from strawflow.index import tables as t
 from strawflow.index.batches import LAST_VOID_ID
-from strawflow.index.engine import insert_unless_there
+from strawflow.index.engine import insert_unless_there, lock_rows
 from strawflow.index.pins import PinKind
 from strawflow.index.prepared import Prepared, rows_value
+from strawflow.index.units import COLUMNS, Unit, to_unit
 from strawflow.states import BatchState, UnitState
 
 EVAL = "eval"
@@ -252,6 +253,22 @@ def needed_among(connection: Connection, extent_ids: Sequence[int]) -> set[int]:
 
 
 # ---- what is done
+
+
+def openable(connection: Connection, unit_ids: Collection[int]) -> list[Unit]:
+    """Return those of the units that `reopen` changes, by id, and keep others from changing them."""
+    u = t.units.c
+    is_fated = sa.exists().where(t.assignments.c.unit_id == u.unit_id)
+    has_progress = sa.and_(u.state.in_([UnitState.READY, UnitState.LEASED]), u.extent_id.is_not(None))
+    found: list[Unit] = []
+    for chunk in _chunks(unit_ids):
+        wanted = sa.select(*COLUMNS).where(
+            u.unit_id.in_(chunk),
+            sa.or_(sa.and_(u.state == UnitState.COMPLETED, ~is_fated), has_progress),
+        )
+        held = lock_rows(wanted.order_by(u.unit_id), connection, of=t.units, refers=True)
+        found += [to_unit(row) for row in connection.execute(held)]
+    return found
 
 
 def reopen(connection: Connection, unit_ids: Collection[int], *, reason: str) -> list[int]:

@@ -20,11 +20,12 @@ from strawflow.errors import CorruptPackError
 from strawflow.ids import Extent
 from strawflow.index import meta, retired
 from strawflow.index import tables as t
+from strawflow.index.carry import Carried
 from strawflow.index.engine import insert_unless_there
 from strawflow.index.leases import FENCES_PER_INCARNATION
 from strawflow.index.prepared import Prepared, rows_value
 from strawflow.index.retired import Fate, Retired
-from strawflow.index.units import COLUMN_NAMES, COLUMNS, LAST_UNIT_ID, Carried, to_unit
+from strawflow.index.units import COLUMN_NAMES, COLUMNS, LAST_UNIT_ID, to_unit
 from strawflow.states import BatchState, PackState, SessionState, UnitState, WeightState
 
 FOUND_SESSION = "found"

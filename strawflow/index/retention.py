@@ -139,6 +139,7 @@ class LeavingUnit:
 
     unit: Unit
     dataset_id: str
+    segment_seq: int
     fates: tuple[Fate, ...]
 
     def identity(self) -> tuple[Any, ...]:
@@ -230,7 +231,7 @@ def leaving_units(
 def _select(connection: Connection, limits: Limits, first_id: int, last_id: int) -> list[sa.Row[Any]]:
     return list(
         connection.execute(
-            sa.select(*COLUMNS, t.segments.c.dataset_id)
+            sa.select(*COLUMNS, t.segments.c.dataset_id, t.segments.c.segment_seq)
             .join(t.segments, t.segments.c.segment_id == _U.segment_id)
             .where(*_may_leave(limits), _U.unit_id.between(first_id, last_id))
             .order_by(_U.unit_id)
@@ -245,12 +246,15 @@ _FATES_OF = Prepared(
 
 
 def _with_fates(connection: Connection, rows: Sequence[sa.Row[Any]]) -> list[LeavingUnit]:
-    units = [(to_unit(row[: len(COLUMN_NAMES)]), row.dataset_id) for row in rows]
-    fates: dict[int, list[Fate]] = {unit.unit_id: [] for unit, _ in units}
+    units = [(to_unit(row[: len(COLUMN_NAMES)]), row.dataset_id, row.segment_seq) for row in rows]
+    fates: dict[int, list[Fate]] = {unit.unit_id: [] for unit, *_ in units}
     if units:
         for unit_id, *fate in _FATES_OF.rows(connection, rows=rows_value(list(fates))):
             fates[unit_id].append(Fate(*fate))
-    return [LeavingUnit(unit, dataset_id, tuple(fates[unit.unit_id])) for unit, dataset_id in units]
+    return [
+        LeavingUnit(unit, dataset_id, segment_seq, tuple(fates[unit.unit_id]))
+        for unit, dataset_id, segment_seq in units
+    ]
 
 
 _HOLD_UNITS = Prepared(

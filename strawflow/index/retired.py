@@ -20,7 +20,8 @@ _UNITS = "retired/units/"
 _TOKENS = "retired/tokens/"
 _FATES = "retired/fates/"
 _DROPPED = "retired/dropped/"
-_PASSED = "passed/"
+PASSED = "passed/"
+"""Of a tally: with a dataset's name, how many rows its cursor passed that are no units of the branch in the index."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def add(transaction: Transaction, branch_id: str, leaving: Iterable[Retired]) ->
     counts: Counter[tuple[Any, ...]] = Counter()
     for unit in leaving:
         counts[_UNITS, unit.purpose, unit.state] += 1
-        counts[_PASSED, unit.dataset_id] += 1
+        counts[PASSED, unit.dataset_id] += 1
         counts[_TOKENS, unit.purpose] += unit.num_tokens or 0
         for fate in unit.fates:
             counts[_FATES, fate.consumer, unit.purpose, fate.outcome, fate.reason] += 1

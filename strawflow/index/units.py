@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from sqlalchemy.engine import Connection
 from strawflow.errors import ConflictError, IllegalTransitionError, InvalidInputError, NotFoundError
 from strawflow.index import branches, events, meta, retired
 from strawflow.index import tables as t
+from strawflow.index.engine import lock_rows
 from strawflow.index.prepared import Prepared, Transaction, rows_value
 from strawflow.states import UnitState
 
@@ -108,6 +109,16 @@ def require_unused(connection: Connection, first_id: int) -> None:
         raise ConflictError("units were admitted by another worker meanwhile; admit again", unit_id=last)
 
 
+def hold_all(connection: Connection) -> None:
+    """Let nobody admit, lease, settle, offer or assign a unit until the transaction ends; whoever is at it is waited for.
+
+    Taken after locks on sessions and packs and before any other, as all who write units do.
+    """
+    meta.hold(connection, LAST_UNIT_ID)
+    if connection.dialect.name == "postgresql":  # SQLite has one writer
+        connection.execute(sa.text("LOCK TABLE units IN EXCLUSIVE MODE"))
+
+
 _ADMIT = Prepared(
     "INSERT INTO units (unit_id, branch_id, purpose, profile, segment_id, epoch, position, state, "
     "required_version_id, claim_class, precedence, scheduling_key, not_before, fence, seq, attempts, crashes, parks, "
@@ -141,128 +152,6 @@ def admit(connection: Connection, branch_id: str, units: Sequence[NewUnit], *, f
         _ADMIT.count(connection, branch_id=branch_id, rows=rows_value(rows))
 
 
-@dataclass(frozen=True)
-class Carried:
-    """A unit of a branch that a new one takes up again, with its result or pristine."""
-
-    unit: Unit
-    dataset_id: str
-    precedence: int
-    keeps: bool
-
-
-BEFORE_BRANCH = "before-branch"
-"""Why a consumer does not read a unit that a branch took up with its result: it had read it by where it went on."""
-
-
-def to_carry(
-    connection: Connection,
-    branch_id: str,
-    consumer: str,
-    *,
-    last_unit_id: int,
-    step: int,
-    reuse_up_to: int | None,
-) -> list[Carried]:
-    """Return the units up to `last_unit_id` that had no fate when `step` was planned, for another branch to take up.
-
-    Those completed from weights of at most `reuse_up_to` keep their result, and those that this branch itself took up for
-    some of its consumers alone: others have read it. Units of evaluation are left out.
-    """
-    u, a, s = t.units.c, t.assignments.c, t.segments.c
-    settled = sa.exists().where(
-        a.branch_id == branch_id,
-        a.consumer == consumer,
-        a.epoch == u.epoch,
-        a.unit_id == u.unit_id,
-        a.at_step <= step,
-    )
-    is_read = sa.exists().where(
-        a.branch_id == branch_id, a.epoch == u.epoch, a.unit_id == u.unit_id, a.reason == BEFORE_BRANCH
-    )
-    rows = connection.execute(
-        sa.select(*COLUMNS, u.precedence, s.dataset_id, is_read.label("is_read"))
-        .join(t.segments, s.segment_id == u.segment_id)
-        .where(u.branch_id == branch_id, u.unit_id <= last_unit_id, u.purpose != "eval", ~settled)
-        .order_by(u.unit_id)
-    )
-    found = []
-    for row in rows:
-        unit = to_unit(row[: len(COLUMN_NAMES)])
-        is_reused = reuse_up_to is not None and (unit.version_step or 0) <= reuse_up_to
-        keeps = unit.state is UnitState.COMPLETED and (is_reused or bool(row.is_read))
-        found.append(Carried(unit, row.dataset_id, row.precedence, keeps))
-    return found
-
-
-def carry_over(
-    connection: Connection,
-    carried: Sequence[Carried],
-    *,
-    to_branch: str,
-    first_id: int,
-    seen: Mapping[str, tuple[int, Sequence[int]]],
-) -> None:
-    """Admit units again, on another branch whose consumers are there, numbered from `first_id`.
-
-    Those that keep their result are offered to every consumer that wants them, except where `seen` names their place: it
-    holds each consumer's position and what that one has read by then.
-    """
-    if not carried:
-        return
-    connection.execute(
-        sa.insert(t.units),
-        [
-            {
-                **{name: getattr(c.unit, name) for name in _ADMITTED},
-                **{name: getattr(c.unit, name) if c.keeps else None for name in _RESULT},
-                "unit_id": first_id + number,
-                "branch_id": to_branch,
-                "state": UnitState.COMPLETED if c.keeps else UnitState.READY,
-                "precedence": c.precedence,
-            }
-            for number, c in enumerate(carried)
-        ],
-    )
-    fates = [
-        {
-            "unit_id": first_id + place,
-            "branch_id": to_branch,
-            "consumer": consumer,
-            "epoch": carried[place].unit.epoch,
-            "outcome": "dropped",
-            "reason": BEFORE_BRANCH,
-            "at_step": position,
-        }
-        for consumer, (position, places) in seen.items()
-        for place in places
-    ]
-    if fates:
-        connection.execute(sa.insert(t.assignments), fates)
-    _OFFER_CARRIED.count(connection, branch_id=to_branch)
-
-
-def taken_over(connection: Connection, branch_id: str) -> dict[tuple[int, int], int]:
-    """Return {(unit, fence) that sampled: unit of this branch} of the units whose trajectories another branch sampled."""
-    mine, other = t.units.alias(), t.units.alias()
-    rows = connection.execute(
-        sa.select(other.c.unit_id, other.c.fence, mine.c.unit_id)
-        .join(
-            other,
-            sa.and_(other.c.extent_id == mine.c.extent_id, other.c.row_start == mine.c.row_start),
-        )
-        .where(
-            mine.c.branch_id == branch_id,
-            other.c.branch_id != branch_id,
-            mine.c.state == UnitState.COMPLETED,
-            other.c.state == UnitState.COMPLETED,
-        )
-    )
-    return {(row[0], row[1]): row[2] for row in rows}
-
-
-_ADMITTED = ("purpose", "profile", "segment_id", "epoch", "position")
-_RESULT = ("extent_id", "row_start", "row_count", "version_step", "mean_reward", "num_tokens")
 OFFER_SELECTED = (
     "INSERT INTO offers (branch_id, consumer, purpose, version_step, unit_id) "
     "SELECT units.branch_id, consumers.consumer, units.purpose, units.version_step, units.unit_id "
@@ -271,12 +160,6 @@ OFFER_SELECTED = (
 WHO_WANT_IT = (
     "JOIN consumers ON consumers.branch_id = units.branch_id "
     "AND ',' || consumers.purposes || ',' LIKE '%,' || units.purpose || ',%' "
-)
-_OFFER_CARRIED = Prepared(
-    f"{OFFER_SELECTED} FROM units {WHO_WANT_IT} "
-    "WHERE units.branch_id = :branch_id AND units.state = 'completed' AND NOT EXISTS (SELECT 1 FROM assignments "
-    "WHERE assignments.unit_id = units.unit_id AND assignments.branch_id = units.branch_id "
-    "AND assignments.consumer = consumers.consumer AND assignments.epoch = units.epoch)"
 )
 
 
@@ -315,6 +198,9 @@ def requeue(connection: Connection, unit_id: int, *, reason: str) -> None:
             version_step=None,
             mean_reward=None,
             num_tokens=None,
+            # As fresh as one that was never parked.
+            claim_class=1,
+            scheduling_key=sa.case((t.units.c.claim_class == 0, 0), else_=t.units.c.scheduling_key),
             attempts=0,
             requeues=t.units.c.requeues + 1,
         )
@@ -322,6 +208,12 @@ def requeue(connection: Connection, unit_id: int, *, reason: str) -> None:
     if done.rowcount == 0:
         raise IllegalTransitionError(f"unit {unit_id} is not completed, it cannot be requeued")
     events.record(connection, "unit.requeued", unit_id=unit_id, reason=reason)
+
+
+def hold(connection: Connection, unit_ids: Sequence[int]) -> None:
+    """Keep others from changing units or giving them a fate until the transaction ends."""
+    held = sa.select(t.units.c.unit_id).where(t.units.c.unit_id.in_(unit_ids)).order_by(t.units.c.unit_id)
+    connection.execute(lock_rows(held, connection)).all()
 
 
 def is_there(connection: Connection, unit_id: int) -> bool:
@@ -356,6 +248,14 @@ def held(transaction: Transaction, session_id: str, keys: Sequence[tuple[int, in
     if not keys:
         return []
     rows = _STILL_HELD.rows(transaction, session_id=session_id, rows=rows_value(keys))
+    return [to_unit(row) for row in rows]
+
+
+def leased_to(connection: Connection, session_id: str) -> list[Unit]:
+    """Return the units that a session holds, by id."""
+    rows = connection.execute(
+        sa.select(*COLUMNS).where(t.units.c.session_id == session_id).order_by(t.units.c.unit_id)
+    )
     return [to_unit(row) for row in rows]
 
 

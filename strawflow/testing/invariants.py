@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 from strawflow.flow import consume, history, retire
 from strawflow.flow.placed import read_extents
 from strawflow.flow.run import Run
-from strawflow.index import consumers, units
+from strawflow.index import carry, consumers, units
 from strawflow.index.batches import Batch
 from strawflow.packs.reader import PackReader
 from strawflow.states import BatchState, UnitState
@@ -56,7 +56,7 @@ def check_packed_once(run: Run, fates: dict[int, str]) -> None:
     reader = PackReader(run.root)
     seen: dict[tuple[int, int, int], int] = {}
     with run.index.read() as connection:
-        taken_over = units.taken_over(connection, run.branch)
+        taken_over = carry.taken_over(connection, run.branch)
     for batch in history.batches(run):
         if batch.branch_id != run.branch:
             continue

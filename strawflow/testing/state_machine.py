@@ -1,9 +1,12 @@
 """A store against a plain model: Hypothesis calls the verbs in any order, and after each the two must agree.
 
-1. The model is dictionaries and sorted lists; it knows the rules of claims, attempts, fences, offers and positions, and
-   nothing of SQL, packs or transactions.
-2. Workers die at any point and come back as zombies; replies are lost and calls repeated; consumers crash and reopen.
-3. At the end every byte is read and every promise that can be asked of the rows is asked.
+1. The model (strawflow.testing.model) is dictionaries and sorted lists; it knows the rules of claims, attempts, fences,
+   offers, positions and forks, and nothing of SQL, packs or transactions.
+2. Workers die at any point and come back as zombies; replies are lost and calls repeated; consumers crash and reopen, some
+   are first made when much is read already; groups are sent back and failed ones retried; the run goes on on a branch
+   from any checkpoint of the line.
+3. Whatever happened, every admitted prompt of the line is in one place for every consumer.
+4. At the end every byte is read and every promise that can be asked of the rows is asked.
 
 Use it on an index of your own: subclass `StoreMachine`, override `index_url`, and run its `TestCase` (see
 tests/contract/test_state_machine.py). Needs the package hypothesis.
@@ -31,34 +34,43 @@ from hypothesis.stateful import (
 
 from strawflow.consumer import Consumer
 from strawflow.errors import ConflictError, LeaseLostError, StorageError, StrawflowError
-from strawflow.flow import rescue
+from strawflow.flow import assemble, rescue
+from strawflow.flow.branch import create_branch
 from strawflow.flow.check import check
 from strawflow.flow.claim import Grant
 from strawflow.flow.order import place_in_epoch
+from strawflow.flow.retry import retry_failed
+from strawflow.flow.session import WorkerSession
 from strawflow.flow.trajectory import Member
 from strawflow.index import checkpoints, consumers, leases, units
 from strawflow.states import UnitState
 from strawflow.store import Store, create
+from strawflow.store import open as open_store
+from strawflow.testing.model import (
+    ModelBatch,
+    ModelBranch,
+    ModelCheckpoint,
+    ModelConsumer,
+    ModelUnit,
+    forked,
+    places_of,
+    plan_fork,
+    settled_before,
+    take_up,
+)
 from strawflow.worker import Worker
 
 MAX_ATTEMPTS = 3
 NUM_PROMPTS = 7
 CONSUMERS = ("trainer", "export")
+"""There from the start."""
+LATE = ("late", "later")
+"""Made somewhere on the way."""
+MAX_BRANCHES = 4
 
 
-@dataclass
-class ModelUnit:
-    """What the model knows of one unit."""
-
-    place: tuple[int, int]
-    """(epoch, row)."""
-    state: UnitState = UnitState.READY
-    fence: int = 0
-    attempts: int = 0
-    crashes: int = 0
-    parks: int = 0
-    is_parked: bool = False
-    holder: int | None = None
+PICK = st.integers(0, 11)
+"""Which of the consumers that there are."""
 
 
 @dataclass
@@ -68,29 +80,9 @@ class ModelWorker:
     worker: Worker
     number: int
     is_live: bool = True
+    is_gone: bool = False
+    """Whether it was of a branch that was left: nobody hears of it again."""
     remembered: list[Grant] = field(default_factory=list)
-
-
-@dataclass
-class ModelConsumer:
-    """A named consumer: its committed position, its planned batches and what waits for it."""
-
-    position: int = 0
-    planned: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
-    """Of each step: digest and units."""
-    offered: list[int] = field(default_factory=list)
-    handed_out: int = 0
-    checkpoints: dict[int, ModelCheckpoint] = field(default_factory=dict)
-    """By step."""
-
-
-@dataclass(frozen=True)
-class ModelCheckpoint:
-    """What was committed, by whom and under which id."""
-
-    state: str
-    session_id: str
-    checkpoint_id: str
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -101,12 +93,19 @@ class StoreMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.folder = Path(tempfile.mkdtemp(prefix="strawflow-machine-"))
-        self.units: dict[int, ModelUnit] = {}
+        self.here = ModelBranch("main")
+        self.branches = {"main": self.here}
         self.all_workers: list[ModelWorker] = []
         self.answers: list[tuple[ModelWorker, str, list[Any], Any]] = []
-        self.consumers = {name: ModelConsumer() for name in CONSUMERS}
         self.open_consumers: dict[str, Consumer] = {}
-        self.num_admitted = 0
+
+    @property
+    def units(self) -> dict[int, ModelUnit]:
+        return self.here.units
+
+    @property
+    def consumers(self) -> dict[str, ModelConsumer]:
+        return self.here.consumers
 
     def index_url(self) -> str:
         """Return the address of an empty index; empty: SQLite in the run's folder."""
@@ -127,6 +126,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.store: Store = create(self.folder / "run", prompts=prompts, settings=settings)
         for name in CONSUMERS:
             self.open_consumers[name] = self.store.consumer(name)
+            self.consumers[name] = ModelConsumer()
         self.admit(4)
         return multiple(self._start_worker(), self._start_worker())
 
@@ -134,8 +134,14 @@ class StoreMachine(RuleBasedStateMachine):
         if hasattr(self, "store"):
             for consumer in self.open_consumers.values():
                 consumer.close()
-            report = check(self.store.run)
-            dangling = [f for f in report.findings if "which is not live" not in f.message]
+            lines = [
+                replace(self.store.run, branch=branch.name, consumer=name)
+                for branch in self.branches.values()
+                for name in (branch.consumers if branch is self.here else ("trainer",))
+            ]
+            dangling = [
+                f for line in lines for f in check(line).findings if "which is not live" not in f.message
+            ]
             for known in self.all_workers:
                 if known.is_live:
                     known.worker.close()
@@ -149,22 +155,27 @@ class StoreMachine(RuleBasedStateMachine):
     def admit(self, count: int) -> None:
         """Prompts come in epoch order, each once an epoch."""
         assert self.store.admit(count) == count
-        with self.store.run.index.read() as connection:
-            found = {u.unit_id: u for u in units.listed(connection, self.store.run.branch, limit=10_000)}
-        new = sorted(found.keys() - self.units.keys())
-        assert len(new) == count
-        for unit_id in new:
-            epoch, position = divmod(self.num_admitted, NUM_PROMPTS)
+        for unit_id in self._new_ids(count):
+            epoch, position = divmod(self.here.num_admitted, NUM_PROMPTS)
             row = place_in_epoch(position, num_rows=NUM_PROMPTS, seed=3, epoch=epoch, segment_seq=0)
-            unit = found[unit_id]
+            with self.store.run.index.read() as connection:
+                unit = units.find(connection, unit_id)
             assert (unit.epoch, unit.position) == (epoch, row)
             self.units[unit_id] = ModelUnit((epoch, row))
-            self.num_admitted += 1
+            self.here.num_admitted += 1
+
+    def _new_ids(self, count: int) -> list[int]:
+        """Return the ids of units that the branch has and the model does not know yet, in order."""
+        with self.store.run.index.read() as connection:
+            found = units.listed(connection, self.store.run.branch, limit=10_000)
+        new = [u.unit_id for u in found if u.unit_id not in self.units]
+        assert len(new) == count
+        return new
 
     # ---- workers
 
     @rule(target=workers)
-    @precondition(lambda self: len(self.all_workers) < 5)
+    @precondition(lambda self: sum(not w.is_gone for w in self.all_workers) < 5)
     def start_worker(self) -> ModelWorker:
         return self._start_worker()
 
@@ -181,6 +192,8 @@ class StoreMachine(RuleBasedStateMachine):
     )
     def claim_and_settle(self, known: ModelWorker, limit: int, data: st.DataObject, how: str) -> None:
         """What most workers do, so that histories get far."""
+        if known.is_gone:
+            return
         self.claim(known, limit)
         if how == "complete":
             self.complete(known, data, claim=0, loses_reply=False)
@@ -189,6 +202,8 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(known=workers, limit=st.integers(1, 4))
     def claim(self, known: ModelWorker, limit: int) -> None:
+        if known.is_gone:
+            return
         expected = self._next_claimed(known, limit)
         if not known.is_live:
             if any(u.state is UnitState.READY for u in self.units.values()):
@@ -214,6 +229,7 @@ class StoreMachine(RuleBasedStateMachine):
         for unit_id in held:
             unit = self.units[unit_id]
             unit.state, unit.holder = UnitState.COMPLETED, None
+            unit.sampled_as = unit_id, unit.fence
             for consumer in self.consumers.values():
                 consumer.offered.append(unit_id)
         self._granted(known, settled.grants, self._next_claimed(known, claim))
@@ -268,6 +284,8 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(known=workers)
     def lose_worker(self, known: ModelWorker) -> None:
         """Its process is seen dead, or its lease expired; it may live on as a zombie."""
+        if known.is_gone:
+            return
         held = [u for u in self.units.values() if u.holder == known.number]
         returned = rescue.declare_lost(self.store.run, known.worker.session_id, reason="killed")
         assert returned == (len(held) if known.is_live else 0)
@@ -293,29 +311,39 @@ class StoreMachine(RuleBasedStateMachine):
 
     # ---- consumers
 
-    @rule(name=st.sampled_from(CONSUMERS), num_groups=st.integers(1, 3))
-    def next_batch(self, name: str, num_groups: int) -> None:
-        model, consumer = self.consumers[name], self.open_consumers[name]
+    @rule(pick=PICK, num_groups=st.integers(1, 3))
+    def next_batch(self, pick: int, num_groups: int) -> None:
+        name, model, consumer = self._picked(pick)
         batch = consumer.next_batch(num_groups)
         if model.handed_out < len(model.planned):
-            digest, unit_ids = model.planned[model.handed_out]
+            expected = model.planned[model.handed_out]
             assert batch is not None
-            assert batch.digest == digest
+            assert batch.digest == expected.digest
         elif len(model.offered) < num_groups:
             assert batch is None
             return
         else:
             assert batch is not None
-            unit_ids = tuple(sorted(model.offered)[:num_groups])
+            unit_ids = sorted(model.offered)[:num_groups]
+            found = [self.units[u] for u in unit_ids]
+            expected = ModelBatch(
+                batch.digest, tuple(u.sampled_as for u in found), tuple(u.place for u in found)
+            )
             model.offered = [u for u in model.offered if u not in unit_ids]
-            model.planned.append((batch.digest, unit_ids))
+            model.planned.append(expected)
+            model.fates |= dict.fromkeys(unit_ids, len(model.planned))
         model.handed_out += 1
-        assert batch.step == model.handed_out
-        assert tuple(dict.fromkeys(batch.rows["unit_id"].to_pylist())) == unit_ids
+        assert batch.step == model.handed_out, name
+        rows = zip(*(batch.rows[column].to_pylist() for column in ("unit_id", "fence")), strict=True)
+        assert tuple(dict.fromkeys(rows)) == expected.rows
 
-    @rule(name=st.sampled_from(CONSUMERS), back=st.integers(0, 2))
-    def advance(self, name: str, back: int) -> None:
-        model, consumer = self.consumers[name], self.open_consumers[name]
+    def _picked(self, pick: int) -> tuple[str, ModelConsumer, Consumer]:
+        name = sorted(self.consumers)[pick % len(self.consumers)]
+        return name, self.consumers[name], self.open_consumers[name]
+
+    @rule(pick=PICK, back=st.integers(0, 2))
+    def advance(self, pick: int, back: int) -> None:
+        _, model, consumer = self._picked(pick)
         step = model.handed_out - back
         if model.position <= step and step > 0:
             consumer.advance(step)
@@ -327,53 +355,155 @@ class StoreMachine(RuleBasedStateMachine):
                 return
             raise AssertionError(f"advanced back to {step} from {model.position}")
 
-    @rule(name=st.sampled_from(CONSUMERS), state=st.sampled_from("ab"))
-    def checkpoint(self, name: str, state: str) -> None:
+    @rule(pick=PICK, state=st.sampled_from("ab"))
+    def checkpoint(self, pick: int, state: str) -> None:
         """One a step for each consumer: nobody may write it again; the session that committed it gets its id again."""
-        model, consumer = self.consumers[name], self.open_consumers[name]
+        _, model, consumer = self._picked(pick)
         step = model.handed_out
         if step == 0:
             return
         known = model.checkpoints.get(step)
-        if known is not None:
+        if known is not None or step == model.start:
             self._refused(consumer.checkpoint_folder, ConflictError)  # before anything can be written there
-            if known.session_id == consumer.session_id:
+            if known is not None and known.session_id == consumer.session_id:
                 assert consumer.commit_checkpoint() == known.checkpoint_id
             return
         (consumer.checkpoint_folder() / "state").write_text(state)
         made = consumer.commit_checkpoint()
-        model.checkpoints[step] = ModelCheckpoint(state, consumer.session_id, made)
+        model.checkpoints[step] = ModelCheckpoint(
+            state=state,
+            session_id=consumer.session_id,
+            checkpoint_id=made,
+            branch=self.here.name,
+            num_admitted=self.here.num_admitted,
+            last_unit_id=max(u for branch in self.branches.values() for u in branch.units),
+        )
         model.position = step
 
     @rule(
         known=workers,
         data=st.data(),
-        names=st.lists(st.sampled_from(CONSUMERS), min_size=1, max_size=2, unique=True),
+        picks=st.lists(PICK, min_size=1, max_size=2, unique=True),
         state=st.sampled_from("ab"),
     )
-    def sample_and_train(self, known: ModelWorker, data: st.DataObject, names: list[str], state: str) -> None:
+    def sample_and_train(self, known: ModelWorker, data: st.DataObject, picks: list[int], state: str) -> None:
         """What most consumers do, beside each other, so that histories hold checkpoints of equal steps."""
         self.claim_and_settle(known, 1, data, "complete")
-        for name in names:
-            self.next_batch(name, 1)
-            self.checkpoint(name, state)
+        for pick in picks:
+            self.next_batch(pick, 1)
+            self.checkpoint(pick, state)
 
-    @rule(name=st.sampled_from(CONSUMERS), dies=st.booleans())
-    def reopen_consumer(self, name: str, dies: bool) -> None:
+    @rule(pick=PICK, dies=st.booleans())
+    def reopen_consumer(self, pick: int, dies: bool) -> None:
         """The batches after the committed position come again."""
-        old = self.open_consumers[name]
+        name, model, old = self._picked(pick)
         if dies:
             rescue.declare_lost(self.store.run, old.session_id, reason="killed")
         else:
             old.close()
         self.open_consumers[name] = self.store.consumer(name)
-        model = self.consumers[name]
         assert self.open_consumers[name].position == model.position
         if dies and model.handed_out > model.position:
             self._refused(old.advance)
         model.handed_out = model.position
 
+    @rule(name=st.sampled_from(LATE))
+    def make_consumer(self, name: str) -> None:
+        """One that is first opened now gets all that its line holds: what was settled before the branch, and the branch's own."""
+        if name in self.consumers:
+            return
+        before = settled_before(self.branches, self.here.name)
+        self.open_consumers[name] = self.store.consumer(name)
+        take_up(self.here, dict(zip(self._new_ids(len(before)), before, strict=True)))
+        completed = [u for u, unit in self.units.items() if unit.state is UnitState.COMPLETED]
+        self.consumers[name] = ModelConsumer(offered=completed)
+
+    @rule(pick=PICK, count=st.integers(1, 2))
+    def send_back(self, pick: int, count: int) -> None:
+        """Offered groups go back to be sampled afresh; what another consumer has its fate of is dropped for this one."""
+        name, model, consumer = self._picked(pick)
+        unit_ids = sorted(model.offered)[:count]
+        if not unit_ids:
+            return
+        consumer.close()
+        session = WorkerSession(replace(self.store.run, consumer=name), "judge")
+        role = assemble.take_role(session)
+        assert role is not None
+        assemble.requeue(session, role, unit_ids, reason="stale")
+        session.end()
+        self.open_consumers[name] = self.store.consumer(name)
+        model.handed_out = model.position
+        for unit_id in unit_ids:
+            unit = self.units[unit_id]
+            if any(unit_id in c.fates or unit_id in c.seen for c in self.consumers.values()):
+                model.offered.remove(unit_id)
+                model.fates[unit_id] = model.dropped[unit.place] = len(model.planned) + 1
+                continue
+            for other in self.consumers.values():
+                other.offered.remove(unit_id)
+            unit.state, unit.attempts, unit.is_parked = UnitState.READY, 0, False
+            unit.requeues += 1
+
+    # ---- branches
+
+    @rule(target=workers, pick=PICK, back=st.integers(0, 3), reuse=st.booleans())
+    @precondition(
+        lambda self: len(self.branches) < MAX_BRANCHES and any(c.checkpoints for c in self.consumers.values())
+    )
+    def branch(self, pick: int, back: int, reuse: bool) -> MultipleResults[ModelWorker]:
+        """The run goes on from a checkpoint of its line; what came later is never read."""
+        names = sorted(name for name, c in self.consumers.items() if c.checkpoints)
+        name = names[pick % len(names)]
+        steps = sorted(self.consumers[name].checkpoints, reverse=True)
+        step = steps[back % len(steps)]
+        made_from = self.consumers[name].checkpoints[step]
+        parent = self.branches[made_from.branch]
+        self._leave()
+        expected = plan_fork(parent, name, step, reuse=reuse)
+        here = f"branch-{len(self.branches)}"
+        made = create_branch(
+            replace(self.store.run, consumer=name),
+            checkpoint=made_from.checkpoint_id,
+            name=here,
+            reuse_trajectories=reuse,
+        )
+        assert (dict(made.positions), made.num_again, made.num_pristine + made.num_reused) == (
+            expected.starts,
+            len(expected.carried) - expected.num_unsettled,
+            expected.num_unsettled,
+        )
+        self.store.close()
+        self.store = open_store(self.folder / "run")
+        assert self.store.run.branch == here
+        self.here = ModelBranch(here)
+        ids = self._new_ids(len(expected.carried))
+        self.here = self.branches[here] = forked(parent, here, expected, (name, step), ids)
+        for consumer, model in self.consumers.items():
+            self.open_consumers[consumer] = self.store.consumer(consumer)
+            assert self.open_consumers[consumer].position == model.position
+        return multiple(self._start_worker(), self._start_worker())
+
+    def _leave(self) -> None:
+        """End everybody: a branch is made while nobody is at work."""
+        for consumer in self.open_consumers.values():
+            consumer.close()
+        self.open_consumers.clear()
+        for known in self.all_workers:
+            self.close_worker(known)
+            known.is_gone = True
+            known.remembered.clear()
+        self.store.close()
+        self.store = open_store(self.folder / "run")
+
     # ---- upkeep
+
+    @rule()
+    def retry_failed(self) -> None:
+        failed = {u for u, unit in self.units.items() if unit.state is UnitState.FAILED}
+        assert set(retry_failed(self.store.run)) == failed
+        for unit_id in failed:
+            unit = self.units[unit_id]
+            unit.state, unit.attempts, unit.crashes = UnitState.READY, 0, 0
 
     @rule()
     def recover(self) -> None:
@@ -389,13 +519,15 @@ class StoreMachine(RuleBasedStateMachine):
             found = {u.unit_id: u for u in units.listed(connection, self.store.run.branch, limit=10_000)}
             waiting = {
                 name: sum(consumers.num_offered(connection, self.store.run.branch, name).values())
-                for name in CONSUMERS
+                for name in self.consumers
             }
         told = {
-            unit_id: (u.state, u.fence, u.attempts, u.crashes, u.parks) for unit_id, u in self.units.items()
+            unit_id: (u.state, u.fence, u.attempts, u.crashes, u.parks, u.requeues)
+            for unit_id, u in self.units.items()
         }
         assert told == {
-            unit_id: (u.state, u.fence, u.attempts, u.crashes, u.parks) for unit_id, u in found.items()
+            unit_id: (u.state, u.fence, u.attempts, u.crashes, u.parks, u.requeues)
+            for unit_id, u in found.items()
         }
         assert waiting == {name: len(model.offered) for name, model in self.consumers.items()}
 
@@ -413,6 +545,20 @@ class StoreMachine(RuleBasedStateMachine):
             assert {c.step: (c.checkpoint_id, (run.root / c.path / "state").read_text()) for c in kept} == {
                 step: (c.checkpoint_id, c.state) for step, c in model.checkpoints.items()
             }
+
+    @invariant()
+    def nothing_is_lost_or_repeated(self) -> None:
+        """Every admitted prompt of the line is in one place for each consumer, whatever branches it came through."""
+        if not hasattr(self, "store"):
+            return
+        admitted = [divmod(number, NUM_PROMPTS) for number in range(self.here.num_admitted)]
+        rows = [
+            place_in_epoch(position, num_rows=NUM_PROMPTS, seed=3, epoch=epoch, segment_seq=0)
+            for epoch, position in admitted
+        ]
+        expected = sorted((epoch, row) for (epoch, _), row in zip(admitted, rows, strict=True))
+        for name in self.consumers:
+            assert places_of(self.here, name) == expected, name
 
     # ---- the model's rules
 

@@ -38,6 +38,7 @@ UPKEEP = frozenset(
         "rebuild",
         "restore",
         "retention",
+        "returned_units",
         "sweep",
     )
 )

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,10 +19,13 @@ from strawflow.consumer import Batch, Consumer
 from strawflow.flow import admit, rebuild
 from strawflow.flow.backup import backup
 from strawflow.flow.branch import NewBranch, create_branch, on_branch
+from strawflow.flow.compact import compact
 from strawflow.flow.restore import restore
 from strawflow.flow.retain import policy_of, retain
 from strawflow.flow.run import Run, open_run
-from strawflow.index import branches, checkpoints, consumers, datasets, units
+from strawflow.flow.sweep import sweep
+from strawflow.index import batches, branches, checkpoints, consumers, datasets, packs, units
+from strawflow.packs.reader import PackReader
 from strawflow.store import Store
 from strawflow.testing.runs import SmallRun, small_run
 from tests.contract.lost_index import essence_of, lose_index, on_sqlite
@@ -105,6 +109,13 @@ def answer_rest(run: Run) -> None:
     while rest.sample():
         pass
     end_sessions(rest)
+
+
+def answer_ready(run: Run) -> None:
+    """Answer what is admitted."""
+    ready = SmallRun(run)
+    ready.sample()
+    end_sessions(ready)
 
 
 def assert_all_sound(run: Run) -> None:
@@ -331,3 +342,164 @@ def test_what_left_the_index_is_looked_up_in_the_history(tmp_path: Path, setting
             assert sorted(prompts_in(run, batch)) == sorted(
                 {(0, place) for place in range(NUM_PROMPTS)} - set(kept)
             )
+
+
+@pytest.mark.parametrize("gone", ["from the index", "swept", "compacted away"])
+def test_a_consumer_that_is_set_back_reads_again_what_is_in_the_history_while_its_trajectories_lie_in_packs(
+    tmp_path: Path, settings: dict[str, str], gone: str
+) -> None:
+    with small_run(tmp_path, num_prompts=NUM_PROMPTS, settings={**settings, **SETTINGS}) as small:
+        small.sample(4)
+        small.sample()
+        end_sessions(small)
+        read(small.run, "trainer", 4, 4)
+        # The last group of step 2 is abandoned.
+        kept = read(small.run, "second", 2, 3, 3, commits=False, advances=True)[:2]
+        answer_rest(small.run)
+        read(small.run, "trainer", 4)
+        read(small.run, "second", 4, commits=False, advances=True)
+        before = backup(small.run)
+        stored = with_storage(
+            small.run, keep_checkpoints=1, keep_checkpoints_every=1, keep_steps=1, sweep_grace_s=0
+        )
+        with upkeep(stored) as session:
+            retain(session, policy_of(stored.config))
+        after = backup(small.run)
+        with upkeep(stored) as session:
+            if gone != "from the index":
+                sweep(session)
+            if gone == "compacted away":
+                compact(session, min_live=1.0)
+                sweep(session)
+        with small.run.index.read() as connection:
+            assert units.listed(connection, "main")[0].unit_id == 5
+        run, made = fork(small.run)
+        are_lost = gone == "compacted away"
+        assert (made.positions["second"], made.num_again, made.num_lost) == (
+            (1, 0, 2) if are_lost else (1, 2, 0)
+        )
+        if are_lost:
+            return
+        answer_rest(run)
+        read(run, "second", 1, commits=False, advances=True)
+        expected = but_for_batches(run)
+        root = lose_index(run)
+        assert rebuild.rebuild(root).rebuilt.losses == []
+        for made_before in (None, before, after):
+            if made_before is not None:
+                restore(root, made_before.folder, may_replace=True)
+            with closing(open_run(root)) as again:
+                assert but_for_batches(again) == expected
+        with closing(open_run(root)) as again:
+            with Store(again).consumer("second") as second:
+                while second.next_batch(3, at_least=1):
+                    second.advance()
+            assert_each_prompt_once(kept, planned_on(again, "second"))
+            assert_all_sound(again)
+
+
+def but_for_batches(run: Run) -> dict[str, Any]:
+    """Return the essence of an index but for the states of batches: one given up whose units stay is trained in a rebuild."""
+    return {name: value for name, value in essence_of(run.index).items() if name != "batches"}
+
+
+def planned_on(run: Run, name: str) -> list[Prompt]:
+    """Return which prompts a consumer's batches on the branch itself hold."""
+    with run.index.read() as connection:
+        own = [b for b in batches.listed(connection, run.branch, name) if b.branch_id == run.branch]
+        found = [u for b in own for u in units.of_batch(connection, b.batch_id)]
+    return [(u.epoch, u.position) for u in found]
+
+
+# ---- a consumer first made on a branch
+
+
+def test_a_consumer_first_made_on_a_branch_gets_its_whole_line_once_in_the_usual_order(
+    small: SmallRun,
+) -> None:
+    trained = read(small.run, "trainer", 4)
+    kept = read(small.run, "second", 3)
+    read(small.run, "second", 3)
+    run, _ = fork(small.run)  # takes one settled group up for the second
+    answer_rest(run)
+    with Store(run).consumer("late") as late:
+        first, rest = late.next_batch(2), late.next_batch(10)
+        assert first is not None
+        assert rest is not None
+        assert late.next_batch(1) is None
+    with run.index.read() as connection:
+        own = [units.find(connection, u) for u in units_planned(run, "late")]
+    assert [(u.version_step, u.unit_id) for u in own] == sorted((u.version_step, u.unit_id) for u in own)
+    assert_each_prompt_once(prompts_in(run, first), prompts_in(run, rest))
+    assert set(trained) <= {*prompts_in(run, first), *prompts_in(run, rest)}
+    assert_each_prompt_once(kept, read_all(run, "second"))
+    assert_each_prompt_once(trained, read_all(run, "trainer"))
+    assert_each_prompt_once(read_all(run, "later"))
+    assert_all_sound(run)
+
+
+def units_planned(run: Run, name: str) -> list[int]:
+    """Return the units of a consumer's batches in the order of their plans."""
+    with run.index.read() as connection:
+        found = batches.listed(connection, run.branch, name)
+        plans = packs.find_extents(connection, [b.plan_extent_id for b in found])
+    with closing(PackReader(run.root)) as reader:
+        rows = [reader.read(plans[b.plan_extent_id]).column("unit_id").to_pylist() for b in found]
+    return list(dict.fromkeys(unit_id for own in rows for unit_id in own))
+
+
+def test_a_late_consumer_of_a_branch_of_a_branch_gets_what_every_ancestor_settled(small: SmallRun) -> None:
+    trained = read(small.run, "trainer", 3)
+    run, _ = fork(small.run)
+    assert read(run, "early", 2, commits=False, advances=True) == trained[:2]
+    answer_ready(run)
+    more = read(run, "trainer", 2)
+    read(run, "trainer", 1)  # abandoned by the next branch
+    deeper, made = fork(run, "2", name="deeper")
+    assert made.positions == {"early": 1, "trainer": 2}
+    answer_rest(deeper)
+    assert_each_prompt_once(read_all(deeper, "late"))
+    assert_each_prompt_once(trained[:2], read_all(deeper, "early"))
+    assert_each_prompt_once(trained, more, read_all(deeper, "trainer"))
+    beside, _ = fork(
+        deeper, "1", name="beside"
+    )  # a checkpoint from before the early one's groups were taken up
+    answer_rest(beside)
+    assert_each_prompt_once(read_all(beside, "early"))
+    assert_all_sound(beside)
+
+
+def test_a_branch_from_before_a_late_consumer_was_made_loses_nothing_for_it(small: SmallRun) -> None:
+    trained = read(small.run, "trainer", 4)
+    run, _ = fork(small.run)
+    answer_rest(run)
+    more = read(run, "trainer", 2)
+    kept = read(run, "late", 2)
+    assert kept == more
+    deeper, made = fork(run, "2", name="deeper")
+    assert made.positions == {"late": 1, "trainer": 2}
+    assert made.num_again == len(trained)
+    answer_rest(deeper)
+    assert_each_prompt_once(kept, read_all(deeper, "late"))
+    assert_each_prompt_once(trained, more, read_all(deeper, "trainer"))
+    assert_all_sound(deeper)
+
+
+def test_a_rebuilt_index_knows_what_a_late_consumer_was_given(small: SmallRun) -> None:
+    read(small.run, "trainer", 4)
+    made = backup(small.run)
+    run, _ = fork(small.run)
+    answer_rest(run)
+    kept = read(run, "late", 3)
+    assert read(run, "export", 1, commits=False, advances=True) == kept[:1]
+    expected = essence_of(run.index)
+    root = lose_index(run)
+    assert rebuild.rebuild(root).rebuilt.losses == []
+    with closing(open_run(root)) as again:
+        assert essence_of(again.index) == expected
+        assert_all_sound(again)
+    restore(root, made.folder, may_replace=True)
+    with closing(open_run(root)) as again:
+        assert essence_of(again.index) == expected
+        assert_each_prompt_once(kept, read_all(again, "late"))
+        assert_all_sound(again)

@@ -17,10 +17,11 @@ from strawflow.errors import ConflictError, InvalidInputError
 from strawflow.flow import assemble, consume, rebuild
 from strawflow.flow.check import check
 from strawflow.flow.run import open_run
-from strawflow.index import consumers, tallies, weights
+from strawflow.index import consumers, leases, tallies, units, weights
 from strawflow.index import tables as t
 from strawflow.index.consumers import Assignment
 from strawflow.index.engine import Connection
+from strawflow.index.leases import Outcome
 from strawflow.states import WeightState
 from strawflow.store import Store
 from strawflow.testing.postgres import PostgresServer
@@ -166,6 +167,37 @@ def test_of_a_requeue_and_another_consumers_fate_the_second_waits_on_postgresql(
         else:
             second.result(timeout=30)
             assert fates(small, 1) == {"export": ("dropped", "no use"), "trainer": ("dropped", "stale")}
+
+
+@pytest.mark.parametrize("what", ["completed", "sent back"])
+def test_a_consumer_made_beside_a_change_sees_what_came_of_it_on_postgresql(
+    tmp_path: Path, postgres_server: PostgresServer, what: str
+) -> None:
+    settings = {"run.index_url": postgres_server.new_url()}
+    with small_run(tmp_path, settings=settings) as small, ThreadPoolExecutor(1) as pool:
+        small.sample(2)
+        small.claim(1)
+        with small.run.index.begin() as connection:
+            if what == "completed":
+                complete_like(connection, small, 3, like=1)
+                consumers.offer(connection, [3])
+            else:
+                consumers.hold_unfated(connection, "main", [1])
+                consumers.withdraw_from_all(connection, "main", [1])
+                units.requeue(connection, 1, reason="stale")
+            making = pool.submit(lambda: Store(small.run).consumer("export").close())
+            await_blocked(postgres_server, small.run)
+        making.result(timeout=30)
+        assert offered(small, "export") == ([1, 2, 3] if what == "completed" else [2])
+        assert offered(small, "export") == offered(small, "trainer")
+
+
+def complete_like(connection: Connection, small: SmallRun, unit_id: int, *, like: int) -> None:
+    """Complete a leased unit with the trajectories of another."""
+    u, leased = units.find(connection, like), units.find(connection, unit_id)
+    assert u.extent_id is not None
+    result = Outcome(unit_id, leased.fence, 1, u.extent_id, u.row_start or 0, u.row_count or 0, 0, 0.5, 5)
+    assert leases.complete(connection, small.session("rollout").session_id, [result]) == {unit_id}
 
 
 class Undone(Exception):

@@ -12,7 +12,7 @@ from strawflow.testing.postgres import PostgresServer
 from strawflow.testing.state_machine import StoreMachine
 
 SHORT = settings(
-    max_examples=12, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=10, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
 )
 LONG = settings(SHORT, max_examples=300, stateful_step_count=60)
 
