@@ -74,12 +74,28 @@ class RolloutSection(Section):
     temperature: float = Field(default=1.0, gt=0)
     top_p: float = Field(default=1.0, gt=0, le=1)
     max_response_tokens: int = Field(default=256, ge=1)
+    min_response_tokens: int = Field(default=0, ge=0)
+    """No end of sequence and no stop before so many tokens."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a response; they stay its last tokens."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end a response, beside the end of sequence."""
     max_staleness: int = Field(default=0, ge=0)
     """How many steps the weights that sample a batch may lag behind the weights it is applied to."""
     max_backlog: int = Field(default=0, ge=0)
     """No further training group is leased while so many are leased or wait for the trainer; 0: no bound of its own."""
+    schedule: Literal["async", "sync"] = "async"
+    """How far admission runs ahead: `async` by as many steps as max_staleness allows, `sync` by none."""
+    over_provision: int = Field(default=0, ge=0)
+    """Groups admitted beyond those that the next batches take, so that a batch need not wait for its longest groups: they
+    go on for the batch after it."""
     units_in_flight: int = Field(default=32, ge=1)
     """Prompt groups one worker holds at a time."""
+    on_new_weights: Literal["finish", "park", "continue"] = "finish"
+    """What happens to groups in flight when newer weights are published. `finish`: they are answered first. `park`: they are
+    broken off, stored, and go on with the new weights. `continue`: the engine pauses, loads, and goes on inside them."""
+    partial_rollout: bool = True
+    """Keep what was generated of groups that are broken off (new weights, drain); off: they start again from the prompt."""
     reward: str = "exact"
     """`exact`, `reasoning_gym:<dataset>`, or a dotted path `package.module:function`."""
     reward_shape: Literal["raw", "exact"] = "exact"
@@ -166,6 +182,9 @@ class SamplingProfile(BaseModel):
     temperature: float
     top_p: float
     max_response_tokens: int
+    min_response_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
 
 
 class RunConfig(Section):
@@ -193,6 +212,9 @@ class RunConfig(Section):
             temperature=r.temperature,
             top_p=r.top_p,
             max_response_tokens=r.max_response_tokens,
+            min_response_tokens=r.min_response_tokens,
+            stop=r.stop,
+            stop_token_ids=r.stop_token_ids,
         )
         evaluate = train.model_copy(
             update={
@@ -311,6 +333,27 @@ def _validated(tree: dict[str, dict[str, Any]], *, where: str) -> RunConfig:
         near = difflib.get_close_matches(name, field_names(), n=1)
         hint = f"; did you mean {near[0]}?" if first["type"] == "extra_forbidden" and near else ""
         raise ConfigError(f"{where}: setting {name}: {first['msg']}{hint}") from None
+
+
+def refuse_deadlocks(config: RunConfig) -> None:
+    """Raise ConfigError for a rollout that could never fill a batch, or only with groups thrown away, and show why."""
+    r = config.rollout
+    if r.max_backlog and r.max_backlog < r.prompts_per_step:
+        raise ConfigError(
+            f"rollout.max_backlog {r.max_backlog} < rollout.prompts_per_step {r.prompts_per_step}: the backlog is full before "
+            f"a batch is; set it to at least {r.prompts_per_step}, or to 0 for no bound"
+        )
+    if r.over_provision and not r.max_staleness:
+        raise ConfigError(
+            f"rollout.over_provision {r.over_provision} with rollout.max_staleness 0: a group left over by the batch of step s "
+            "is trained at step s + 1 at the earliest, by then 1 step stale: more than 0. Set max_staleness to 1 or more, or "
+            "over_provision to 0"
+        )
+    if r.min_response_tokens > r.max_response_tokens:
+        raise ConfigError(
+            f"rollout.min_response_tokens {r.min_response_tokens} > rollout.max_response_tokens {r.max_response_tokens}: no "
+            "response could ever end"
+        )
 
 
 def to_json(config: RunConfig) -> str:

@@ -1,6 +1,7 @@
 """The configuration fields as the command line shows them: parsed from flags, listed in help, printed as TOML.
 
-1. `--section.field VALUE` and `--section.field=VALUE` are taken from anywhere on the line, before typer sees it.
+1. `--section.field VALUE` and `--section.field=VALUE` are taken from anywhere on the line, before typer sees it. A field
+   whose name no other section has may be given without its section, with `-` or `_`: `--max-staleness 2`.
 2. Names are checked by config.load_config alone, so that flag, variable and file give the same hint.
 3. Help is read from the source of strawflow/config.py: defaults, limits and the docstring under each field.
 """
@@ -11,6 +12,7 @@ import ast
 import importlib.util
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -19,7 +21,7 @@ from typing import Any
 
 from strawflow.errors import ConfigError, InvalidInputError
 
-_FIELD_FLAG = re.compile(r"--(?P<name>[A-Za-z_]\w*\.[\w.]+)(?:=(?P<value>.*))?", re.DOTALL)
+_FLAG = re.compile(r"--(?P<name>[A-Za-z_][\w.-]*)(?:=(?P<value>.*))?", re.DOTALL)
 
 
 def split_field_flags(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
@@ -32,12 +34,13 @@ def split_field_flags(arguments: Sequence[str]) -> tuple[dict[str, str], list[st
     rest: list[str] = []
     at = 0
     while at < len(arguments):
-        match = _FIELD_FLAG.fullmatch(arguments[at])
+        match = _FLAG.fullmatch(arguments[at])
+        name = _field_of(match["name"]) if match is not None else None
         at += 1
-        if match is None:
+        if match is None or name is None:
             rest.append(arguments[at - 1])
             continue
-        name, value = match["name"], match["value"]
+        value = match["value"]
         if value is None:
             if at == len(arguments):
                 raise InvalidInputError(f"--{name} needs a value: --{name} VALUE")
@@ -47,6 +50,20 @@ def split_field_flags(arguments: Sequence[str]) -> tuple[dict[str, str], list[st
             raise InvalidInputError(f"--{name} is given twice")
         flags[name] = value
     return flags, rest
+
+
+def _field_of(flag: str) -> str | None:
+    """Return the `section.field` that a flag's name means; None for a flag of the command itself."""
+    return flag if "." in flag else short_names().get(flag.replace("-", "_"))
+
+
+@cache
+def short_names() -> dict[str, str]:
+    """Return {field: section.field} of the fields whose name one section alone has."""
+    names = [field.name for field in field_helps()]
+    shorts = [name.partition(".")[2] for name in names]
+    counts = Counter(shorts)
+    return {short: name for short, name in zip(shorts, names, strict=True) if counts[short] == 1}
 
 
 @dataclass(frozen=True)
@@ -110,9 +127,8 @@ def _kind(annotation: ast.expr) -> str:
     plain = {"str": "text", "int": "whole number", "float": "number", "bool": "true | false"}
     if isinstance(annotation, ast.Subscript) and text.startswith("Literal["):
         return " | ".join(ast.literal_eval(ast.unparse(annotation.slice)))
-    return plain.get(text) or (
-        "list of text, as JSON" if text.startswith("tuple") else "table of text, as JSON"
-    )
+    lists = {"tuple[str, ...]": "list of text, as JSON", "tuple[int, ...]": "list of whole numbers, as JSON"}
+    return plain.get(text) or lists.get(text, "table of text, as JSON")
 
 
 def commented_toml() -> str:

@@ -34,7 +34,7 @@ class CreateCommand(TyperCommand):
         super().format_help(ctx, formatter)
         formatter.write(
             "\nConfiguration fields: a flag --section.field, a variable STRAWFLOW_SECTION_FIELD, "
-            "or a TOML [section].\n\n"
+            "or a TOML [section]. A flag may leave out the section where no other has the field: --max-staleness 2.\n\n"
         )
         for field in field_helps():
             formatter.write(f"  --{field.name} <{field.kind}>  [default: {_shown(field.default)}]\n")
@@ -62,7 +62,7 @@ def create(
 ) -> None:
     """Create a run: its folder, its index, its configuration. Takes every field as --section.field VALUE."""
     from strawflow.cli import output
-    from strawflow.config import load_config, with_found_model
+    from strawflow.config import load_config, refuse_deadlocks, with_found_model
     from strawflow.errors import InvalidInputError
     from strawflow.flow.run import create_run
 
@@ -86,6 +86,7 @@ def create(
     if run is None:
         raise InvalidInputError("name the run to create: strawflow run create RUN")
     resolved = with_found_model(load_config(config, flags=ctx.meta[_FLAGS], environ=os.environ))
+    refuse_deadlocks(resolved)
     made = create_run(run_folder(run), resolved, fresh=fresh)
     steps = next_steps(run, resolved)
     if as_json:

@@ -7,7 +7,8 @@
 2. Unit ids grow in the order of admission; ids that were taken for a refused admission leave a gap.
 
 How far admission may run ahead is bounded by staleness: step s is applied to weights of step s - 1, so with weights w
-the newest published and a lag of at most m, groups of steps up to w + 1 + m may be sampled.
+the newest published and a lag of at most m, groups of steps up to w + 1 + m may be sampled; with schedule `sync` only those
+of step w + 1, and in both `over_provision` groups more.
 """
 
 from __future__ import annotations
@@ -131,8 +132,15 @@ def _limits(connection: Connection, run: Run) -> list[tuple[str, str, int]]:
         # Demonstrations are sampled by no weights, so nothing about them goes stale.
         limits.append((DEMONSTRATIONS, "demo", warm.steps * warm.prompts_per_step + dropped("demo")))
     if newest.step >= warm.steps:
-        num_steps = min(newest.step - warm.steps + 1 + config.rollout.max_staleness, config.trainer.steps)
-        limits.append((PROMPTS, "train", num_steps * config.rollout.prompts_per_step + dropped("train")))
+        rollout = config.rollout
+        ahead = rollout.max_staleness if rollout.schedule == "async" else 0
+        num_steps = newest.step - warm.steps + 1 + ahead
+        # What the last step leaves over would go on for a step that never comes.
+        num_groups = min(
+            num_steps * rollout.prompts_per_step + rollout.over_provision,
+            config.trainer.steps * rollout.prompts_per_step,
+        )
+        limits.append((PROMPTS, "train", num_groups + dropped("train")))
     return limits
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from strawflow.config import refuse_deadlocks
 from strawflow.errors import ConfigError
 from strawflow.flow.admit import DEMONSTRATIONS, PROMPTS
 from strawflow.flow.run import Run
@@ -9,11 +10,12 @@ from strawflow.index import datasets
 
 
 def require(run: Run) -> None:
-    """Refuse a run whose datasets or model are missing.
+    """Refuse a run whose datasets or model are missing, or whose settings could never fill a batch.
 
     Raises:
-        ConfigError: names what is missing and the command that brings it.
+        ConfigError: names what is missing and the command that brings it, or shows the arithmetic.
     """
+    refuse_deadlocks(run.config)
     needed = [PROMPTS] + ([DEMONSTRATIONS] if run.config.warm_start.steps else [])
     with run.index.read() as connection:
         for dataset_id in needed:

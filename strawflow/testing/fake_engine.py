@@ -2,6 +2,7 @@
 
 1. What it answers is a pure function of (prompt ids, sample index, sampling seed, weight version): `expected_generation`
    gives the same answer without a server. Request ids, timing and earlier requests do not matter.
+   A response that is broken off and asked for again with its tokens in the prompt goes on as it would have (`Chain`).
 2. Faults are switched on by `Faults` at the start, by command-line flags, or later by POST /faults; counted faults
    ("every nth") count requests from the last change.
 3. With --die-with-parent it dies with the thread that started it: start it from one that lives as long as the engine should.
@@ -14,8 +15,8 @@ import argparse
 import hashlib
 import json
 import os
-import random
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -26,6 +27,10 @@ from strawflow.parentage import die_with_parent
 
 DEATH_EXIT_CODE = 70
 _DEFAULT_MAX_NEW_TOKENS = 128
+_KEPT_REQUESTS = 1024
+"""Bodies of the newest /generate that GET /requests shows."""
+_MEAN_TOKENS = 8
+"""Tokens after which a response ends, on average, when its length does not run out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +51,10 @@ class Faults:
     """The process ends without an answer at its nth weight update."""
     hang: bool = False
     """/generate is never answered, until it is aborted."""
+    token_s: float = 0.0
+    """Seconds that each token takes; an abort ends the request with the tokens so far."""
+    no_pause: bool = False
+    """The engine cannot pause: the routes for it are not there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +68,8 @@ class FakeEngineOptions:
     """First label; None: the last component of model_path."""
     host: str = "127.0.0.1"
     port: int = 0
+    mean_tokens: int = _MEAN_TOKENS
+    """A response ends once in so many tokens."""
     faults: Faults = field(default_factory=Faults)
 
     def first_label(self) -> str:
@@ -74,6 +85,36 @@ class Sample:
     finish_reason: str
 
 
+class Chain:
+    """Draws one sample token by token, each a pure function of the tokens before it, the weights and the sample's name.
+
+    So a response that was broken off and goes on later, its first part now in the prompt, is the one that would have been:
+    as with a real engine that samples greedily. Only the first sample of a request goes on like that; others have a number.
+    """
+
+    def __init__(self, input_ids: Sequence[int], *, sample: int, sampling_seed: int | None = None) -> None:
+        self._state = hashlib.blake2b(repr((sample, sampling_seed)).encode(), digest_size=16)
+        for token in input_ids:
+            self._add(token)
+
+    def next(self, *, weight_version: str, vocab_size: int, eos: int, mean_tokens: int) -> tuple[int, float]:
+        """Return the next token and its log-probability; `eos` once in `mean_tokens`."""
+        drawn = self._state.copy()
+        drawn.update(weight_version.encode())
+        number = int.from_bytes(drawn.digest(), "little")
+        number, is_end = divmod(number, mean_tokens)
+        number, token = divmod(number, vocab_size)
+        if is_end == 0:
+            token = eos
+        elif token == eos:
+            token = (token + 1) % vocab_size
+        self._add(token)
+        return token, -round(0.01 + (number % 5_990_000) / 1e6, 6)
+
+    def _add(self, token: int) -> None:
+        self._state.update(token.to_bytes(4, "little"))
+
+
 def expected_generation(
     input_ids: Sequence[int],
     *,
@@ -83,19 +124,48 @@ def expected_generation(
     eos: int,
     max_new_tokens: int = _DEFAULT_MAX_NEW_TOKENS,
     sampling_seed: int | None = None,
+    mean_tokens: int = _MEAN_TOKENS,
 ) -> Sample:
-    """Return what a fake engine answers: 1 to max_new_tokens tokens, the last one `eos` unless the length ran out."""
-    key = json.dumps([list(input_ids), sample, weight_version, sampling_seed]).encode()
-    draw = random.Random(
-        hashlib.blake2b(key, digest_size=16).digest()
-    )  # seeded by bytes: the same on every host
-    length = draw.randint(1, max_new_tokens + 1)
-    body = [draw.randrange(vocab_size) for _ in range(length)]
-    ordinary = [token if token != eos else (token + 1) % vocab_size for token in body]
-    finished = length <= max_new_tokens
-    output_ids = [*ordinary[: length - 1], eos] if finished else ordinary[:max_new_tokens]
-    logprobs = [-round(draw.uniform(0.01, 6.0), 6) for _ in output_ids]
+    """Return what a fake engine answers when nothing interrupts it: 1 to max_new_tokens tokens, the last one `eos` unless
+    the length ran out."""
+    chain = Chain(input_ids, sample=sample, sampling_seed=sampling_seed)
+    output_ids: list[int] = []
+    logprobs: list[float] = []
+    while len(output_ids) < max_new_tokens and (not output_ids or output_ids[-1] != eos):
+        token, logprob = chain.next(
+            weight_version=weight_version, vocab_size=vocab_size, eos=eos, mean_tokens=mean_tokens
+        )
+        output_ids.append(token)
+        logprobs.append(logprob)
+    finished = bool(output_ids) and output_ids[-1] == eos
     return Sample(output_ids, logprobs, "stop" if finished else "length")
+
+
+@dataclass
+class _Running:
+    """A request being answered."""
+
+    rid: str
+    aborted: threading.Event = field(default_factory=threading.Event)
+
+
+@dataclass
+class _Draft:
+    """One sample of a running request, as far as it has come."""
+
+    chain: Chain
+    output_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    spans: list[dict[str, Any]] = field(default_factory=list)
+    finish_reason: str = ""
+
+    def take(self, token: int, logprob: float, version: str) -> None:
+        at = len(self.output_ids)
+        if not self.spans or self.spans[-1]["version"] != version:
+            self.spans.append({"version": version, "start": at, "end": at})
+        self.spans[-1]["end"] = at + 1
+        self.output_ids.append(token)
+        self.logprobs.append(logprob)
 
 
 class FakeEngine:
@@ -108,7 +178,10 @@ class FakeEngine:
         self._model_path = self.options.model_path
         self._weight_version = self.options.first_label()
         self._counts = {"generate": 0, "update": 0}
-        self._in_flight: dict[int, tuple[str, threading.Event]] = {}
+        self._requests: deque[Any] = deque(maxlen=_KEPT_REQUESTS)
+        self._in_flight: dict[int, _Running] = {}
+        self._goes_on = threading.Event()
+        self._goes_on.set()
         self._server = _Server((self.options.host, self.options.port), _handler_of(self))
 
     @property
@@ -136,6 +209,7 @@ class FakeEngine:
 
     def close(self) -> None:
         """Stop serving; whatever waits is aborted."""
+        self._goes_on.set()
         self._abort("")
         self._server.shutdown()
         self._server.server_close()
@@ -155,8 +229,11 @@ class FakeEngine:
             ("GET", "/server_info"): lambda _: (200, self._server_info()),
             ("GET", "/faults"): lambda _: (200, {**asdict(self._faults), "counts": self._counts}),
             ("POST", "/faults"): self._change_faults,
+            ("GET", "/requests"): lambda _: (200, list(self._requests)),
             ("POST", "/generate"): self._generate,
             ("POST", "/abort_request"): self._abort_request,
+            ("POST", "/pause_generation"): self._pause,
+            ("POST", "/continue_generation"): self._continue,
             ("POST", "/update_weights_from_disk"): self._update_weights,
             ("POST", "/flush_cache"): lambda _: (200, "Cache flushed.\n"),
         }
@@ -186,6 +263,7 @@ class FakeEngine:
 
     def _generate(self, body: Any) -> tuple[int, Any]:
         number, faults = self._count("generate")
+        self._requests.append(body)
         input_ids = body.get("input_ids")
         if not isinstance(input_ids, list) or not all(isinstance(token, int) for token in input_ids):
             return 400, {"error": {"message": "input_ids must be one list of token ids"}}
@@ -193,51 +271,85 @@ class FakeEngine:
             return 400, {"error": {"message": "input_ids holds a token outside the vocabulary"}}
         if _due(faults.error_rate_every_nth, number):
             return 500, {"error": {"message": f"injected failure of request {number}"}}
-        aborted = self._wait(number, str(body.get("rid") or ""), faults)
-        params = body.get("sampling_params") or {}
-        samples = [
-            self._sample(body, params, index, aborted=aborted) for index in range(int(params.get("n", 1)))
-        ]
-        if body.get("return_logprob"):
-            _spoil(samples[0]["meta_info"], faults, number)
-        return 200, samples if len(samples) > 1 else samples[0]
-
-    def _wait(self, number: int, rid: str, faults: Faults) -> bool:
-        """Wait as the faults ask; return whether the request was aborted meanwhile."""
-        aborted = threading.Event()
+        running = _Running(str(body.get("rid") or ""))
         with self._lock:
-            self._in_flight[number] = (rid, aborted)
+            self._in_flight[number] = running
         try:
-            return aborted.wait(None if faults.hang else faults.delay_s)
+            drafts = self._run(body, running, faults)
         finally:
             with self._lock:
                 del self._in_flight[number]
+        answers = [self._told(body, place, draft) for place, draft in enumerate(drafts)]
+        if body.get("return_logprob"):
+            _spoil(answers[0]["meta_info"], faults, number)
+        return 200, answers if len(answers) > 1 else answers[0]
 
-    def _sample(self, body: Any, params: Any, index: int, *, aborted: bool) -> dict[str, Any]:
-        version = self._weight_version
-        found = expected_generation(
-            body["input_ids"],
-            sample=index,
-            weight_version=version,
-            vocab_size=self.options.vocab_size,
-            eos=self.options.eos,
-            max_new_tokens=int(params.get("max_new_tokens", _DEFAULT_MAX_NEW_TOKENS)),
-            sampling_seed=params.get("sampling_seed"),
-        )
-        output_ids = [] if aborted else found.output_ids
+    def _run(self, body: Any, running: _Running, faults: Faults) -> list[_Draft]:
+        """Draw all samples of a request side by side, until they end or it is aborted."""
+        params = body.get("sampling_params") or {}
+        limit = int(params.get("max_new_tokens", _DEFAULT_MAX_NEW_TOKENS))
+        seed = params.get("sampling_seed")
+        drafts = [
+            _Draft(Chain(body["input_ids"], sample=place, sampling_seed=seed))
+            for place in range(int(params.get("n", 1)))
+        ]
+        is_aborted = running.aborted.wait(None if faults.hang else faults.delay_s)
+        while not is_aborted and (open_drafts := [d for d in drafts if not d.finish_reason]):
+            if faults.token_s:
+                is_aborted = running.aborted.wait(faults.token_s)
+            while not is_aborted and not self._goes_on.wait(0.01):
+                is_aborted = running.aborted.is_set()
+            if not is_aborted:
+                for draft in open_drafts:
+                    self._draw(draft, limit)
+        for draft in drafts:
+            draft.finish_reason = draft.finish_reason or "abort"
+        return drafts
+
+    def _draw(self, draft: _Draft, limit: int) -> None:
+        version, options = self._weight_version, self.options
+        if len(draft.output_ids) < limit:
+            token, logprob = draft.chain.next(
+                weight_version=version,
+                vocab_size=options.vocab_size,
+                eos=options.eos,
+                mean_tokens=options.mean_tokens,
+            )
+            draft.take(token, logprob, version)
+        if draft.output_ids and draft.output_ids[-1] == options.eos:
+            draft.finish_reason = "stop"
+        elif len(draft.output_ids) >= limit:
+            draft.finish_reason = "length"
+
+    def _told(self, body: Any, place: int, draft: _Draft) -> dict[str, Any]:
+        version = draft.spans[-1]["version"] if draft.spans else self._weight_version
         meta: dict[str, Any] = {
-            "id": f"{body.get('rid') or 'request'}-{index}",
-            "finish_reason": {"type": "abort" if aborted else found.finish_reason},
+            "id": f"{body.get('rid') or 'request'}-{place}",
+            "finish_reason": {"type": draft.finish_reason},
             "prompt_tokens": len(body["input_ids"]),
-            "completion_tokens": len(output_ids),
+            "completion_tokens": len(draft.output_ids),
             "cached_tokens": 0,
             "weight_version": version,
-            "weight_versions": [{"version": version, "start": 0, "end": len(output_ids)}],
+            "weight_versions": draft.spans or [{"version": version, "start": 0, "end": 0}],
         }
         if body.get("return_logprob"):
-            pairs = zip(found.logprobs, output_ids, strict=False)
+            pairs = zip(draft.logprobs, draft.output_ids, strict=True)
             meta["output_token_logprobs"] = [[logprob, token, None] for logprob, token in pairs]
-        return {"output_ids": output_ids, "meta_info": meta}
+        return {"output_ids": draft.output_ids, "meta_info": meta}
+
+    def _pause(self, body: Any) -> tuple[int, Any]:
+        if self._faults.no_pause:
+            return 404, {"detail": "Not Found"}
+        self._goes_on.clear()
+        if body.get("mode", "abort") == "abort":
+            self._abort("")
+        return 200, {"status": "ok", "message": "Generation paused successfully."}
+
+    def _continue(self, _body: Any) -> tuple[int, Any]:
+        if self._faults.no_pause:
+            return 404, {"detail": "Not Found"}
+        self._goes_on.set()
+        return 200, {"status": "ok", "message": "Generation continued successfully."}
 
     def _abort_request(self, body: Any) -> tuple[int, Any]:
         if not body.get("abort_all") and not body.get("rid"):
@@ -247,9 +359,9 @@ class FakeEngine:
 
     def _abort(self, rid_prefix: str) -> None:
         with self._lock:
-            for rid, aborted in self._in_flight.values():
-                if rid.startswith(rid_prefix):
-                    aborted.set()
+            for running in self._in_flight.values():
+                if running.rid.startswith(rid_prefix):
+                    running.aborted.set()
 
     def _update_weights(self, body: Any) -> tuple[int, Any]:
         number, faults = self._count("update")
@@ -337,6 +449,7 @@ def _parse(arguments: Sequence[str] | None) -> tuple[int | None, FakeEngineOptio
     parser.add_argument("--eos", type=int, default=257)
     parser.add_argument("--model-path", default="fake/default")
     parser.add_argument("--weight-version")
+    parser.add_argument("--mean-tokens", type=int, default=_MEAN_TOKENS)
     parser.add_argument("--die-with-parent", type=int, metavar="PID", help="end when this parent does")
     for switch in fields(Faults):
         kind = _switch if isinstance(switch.default, bool) else type(switch.default)

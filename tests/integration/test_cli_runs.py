@@ -68,6 +68,19 @@ def test_field_flags_may_stand_before_the_name_of_the_run(cli: Cli, tmp_path: Pa
     assert json.loads((tmp_path / "runs/b/config.json").read_text())["run"]["seed"] == 5
 
 
+def test_a_field_that_no_other_section_has_needs_no_section(cli: Cli) -> None:
+    result = create(
+        cli, "a", "--partial-rollout", "off", "--max-staleness=2", "--on_new_weights", "park", "--json"
+    )
+    rollout = result.json["config"]["rollout"]
+    assert (rollout["partial_rollout"], rollout["max_staleness"], rollout["on_new_weights"]) == (
+        False,
+        2,
+        "park",
+    )
+    assert cli("run", "create", "b", "--steps", "3").code == 2, "warm_start and trainer both have steps"
+
+
 def test_an_unknown_field_is_refused_with_the_nearest_and_nothing_is_made(cli: Cli, tmp_path: Path) -> None:
     result = cli("run", "create", "a", "--rollout.temprature", "0.7")
     assert result.code == 3

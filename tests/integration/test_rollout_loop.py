@@ -2,140 +2,30 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import shutil
-import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from strawflow.config import RunConfig
 from strawflow.errors import CorruptCheckpointError, EngineError
-from strawflow.flow import admit, assemble, consume, publish_weights
+from strawflow.flow import admit, publish_weights
 from strawflow.flow.enqueue import EnqueueRequest, enqueue
-from strawflow.flow.run import Run, create_run
+from strawflow.flow.run import Run
 from strawflow.flow.session import WorkerSession
 from strawflow.index import datasets, units
 from strawflow.prompts.row import PromptKeys
 from strawflow.prompts.source import PromptSource
 from strawflow.states import UnitState
-from strawflow.weights.verify import weights_digest
-from strawflow_workers.drain import Drain
-from strawflow_workers.quickstart.model import TINY, make_model
-from strawflow_workers.rollout.loop import RolloutLoop
-
-NUM_UNITS = 4
-NUM_SAMPLES = 4
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model") / "tiny", seed=0, shape=TINY)
-
-
-@pytest.fixture
-def make_run(tmp_path: Path, model: Path) -> Iterator[Callable[..., Run]]:
-    made: list[Run] = []
-
-    def make(*, engine_options: dict[str, str] | None = None, **rollout: Any) -> Run:
-        config = RunConfig.model_validate(
-            {
-                "run": {"durability": "process"},
-                "model": {"path": str(model)},
-                "rollout": {
-                    "engine": "fake",
-                    "engine_options": engine_options or {},
-                    "prompts_per_step": NUM_UNITS,
-                    "samples_per_prompt": NUM_SAMPLES,
-                    "max_response_tokens": 5,
-                    "reward": "tests.fault.rewards:even_share",
-                    "reward_shape": "raw",
-                    "reward_timeout_s": 1.0,
-                    **rollout,
-                },
-                "trainer": {"steps": 2},
-            }
-        )
-        run = create_run(tmp_path / "run", config)
-        path = tmp_path / "prompts.jsonl"
-        path.write_text("".join(json.dumps({"prompt": f"word{i}\n"}) + "\n" for i in range(NUM_UNITS * 2)))
-        with WorkerSession(run, "enqueue") as session:
-            source = PromptSource.parse(str(path))
-            enqueue(session, EnqueueRequest(admit.PROMPTS, "train", source, PromptKeys("prompt")))
-        made.append(run)
-        return run
-
-    yield make
-    for run in made:
-        run.close()
-
-
-@contextmanager
-def trainer_of(run: Run) -> Iterator[Callable[[int], str]]:
-    """Be the trainer of a run; yields what publishes its model as the weights of a step and returns their id."""
-    with WorkerSession(run, "train") as session:
-        taken = consume.take_over(session)
-        assert taken is not None
-        role = taken.role
-
-        def publish(step: int) -> str:
-            digest = weights_digest(run.model_path / "model.safetensors")
-            version_id = publish_weights.version_name(run, role, step=step, digest=digest)
-            shutil.copytree(run.model_path, run.root / publish_weights.weights_path(version_id))
-            publish_weights.publish_weights(session, role, step=step, version_id=version_id, digest=digest)
-            return version_id
-
-        yield publish
-
-
-class Worker:
-    """A rollout worker in a thread of this process, beside a trainer role that publishes weights."""
-
-    def __init__(self, run: Run) -> None:
-        self.run = run
-        self.drain = Drain()
-        self.error: BaseException | None = None
-        self._thread = threading.Thread(target=self._work)
-
-    def __enter__(self) -> Worker:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.drain.request()
-        self._thread.join(timeout=30)
-        assert not self._thread.is_alive()
-
-    def wait(self, condition: Callable[[], bool], *, seconds: float = 40.0) -> None:
-        deadline = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < deadline, f"the worker did not get there; its error: {self.error}"
-            if self.error is not None:
-                raise self.error
-            time.sleep(0.02)
-
-    def _work(self) -> None:
-        try:
-            with WorkerSession(self.run, "rollout") as session:
-                asyncio.run(RolloutLoop(session, self.drain).run())
-        except BaseException as error:
-            self.error = error
-
-
-def completed(run: Run) -> list[units.Unit]:
-    with run.index.read() as connection:
-        return units.listed(connection, run.branch, state=UnitState.COMPLETED)
-
-
-def rows_of(run: Run) -> list[dict[str, Any]]:
-    with WorkerSession(run, "look") as session:
-        trajectories = assemble.read_trajectories(session, completed(run))
-    return [row for batch in trajectories.values() for row in batch.to_pylist()]
+from tests.integration.rollout_runs import (
+    NUM_SAMPLES,
+    NUM_UNITS,
+    Worker,
+    completed,
+    rows_of,
+    trainer_of,
+)
 
 
 def run_until(run: Run, num_completed: int) -> list[dict[str, Any]]:

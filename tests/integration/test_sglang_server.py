@@ -156,6 +156,65 @@ def test_an_aborted_request_answers_with_what_it_has(server: SglangServer) -> No
     assert len(found.output_ids) == len(found.logprobs) == len(found.weight_versions) < 1900
 
 
+def test_a_broken_off_response_goes_on_with_its_tokens_in_the_prompt_as_if_never_broken(
+    server: SglangServer, checkpoints: dict[str, Path]
+) -> None:
+    limits = {"temperature": 0.0, "max_new_tokens": 60, "ignore_eos": True}
+
+    async def run() -> None:
+        async with SglangClient(server.url) as client:
+            await client.update_weights_from_disk(checkpoints["first"], LABELS["first"])
+            (whole,) = await client.generate(request(PROMPTS[0], **limits))
+            lengths = []
+            for after_s in (0.05, 0.15, 0.3):
+                task = asyncio.create_task(client.generate(request(PROMPTS[0], **limits)))
+                await asyncio.sleep(after_s)
+                while not task.done():
+                    await client.abort()
+                    await asyncio.wait([task], timeout=0.05)
+                (part,) = task.result()
+                left = limits | {"max_new_tokens": 60 - len(part.output_ids)}
+                (rest,) = (
+                    await client.generate(request([*PROMPTS[0], *part.output_ids], **left))
+                    if left["max_new_tokens"]
+                    else (part,)
+                )
+                done = part.output_ids if part is rest else [*part.output_ids, *rest.output_ids]
+                assert done == whole.output_ids, f"broken off after {len(part.output_ids)} tokens"
+                lengths.append(len(part.output_ids))
+            assert any(0 < length < 60 for length in lengths), lengths
+
+    asyncio.run(run())
+
+
+def test_weights_loaded_inside_a_request_are_told_for_exactly_the_tokens_they_sampled(
+    server: SglangServer, checkpoints: dict[str, Path]
+) -> None:
+    models = {LABELS[name]: Qwen3ForCausalLM.from_pretrained(folder) for name, folder in checkpoints.items()}
+
+    async def run() -> Generation:
+        async with SglangClient(server.url) as client:
+            await client.update_weights_from_disk(checkpoints["first"], LABELS["first"])
+            running = request(PROMPTS[0], max_new_tokens=300, ignore_eos=True)
+            task = asyncio.create_task(client.generate(running))
+            await asyncio.sleep(0.3)
+            await client.pause()
+            await client.update_weights_from_disk(checkpoints["second"], LABELS["second"])
+            await client.resume()
+            (found,) = await task
+            return found
+
+    found = asyncio.run(run())
+    assert found.tells_spans
+    assert len(found.output_ids) == 300
+    assert found.weight_versions == sorted(found.weight_versions, key=list(LABELS.values()).index)
+    assert set(found.weight_versions) == set(LABELS.values())
+    # The proof is in the log-probabilities: each is that of the model its label names, and not that of the other.
+    whole = {label: reference_logprobs(model, PROMPTS[0], found, 1.0) for label, model in models.items()}
+    for place, (label, logprob) in enumerate(zip(found.weight_versions, found.logprobs, strict=True)):
+        assert logprob == pytest.approx(whole[label][place], abs=1e-3), f"token {place} of {label}"
+
+
 def test_requests_it_refuses_and_its_own_description_are_told_plainly(server: SglangServer) -> None:
     async def run() -> None:
         async with SglangClient(server.url) as client:

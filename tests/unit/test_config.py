@@ -81,9 +81,13 @@ def another(name: str, default: Any) -> tuple[str, Any]:
         "data.on_bad_row": "skip",
         "rollout.engine": "fake",
         "rollout.reward_shape": "raw",
+        "rollout.schedule": "sync",
+        "rollout.on_new_weights": "park",
         "assemble.advantage": "dr_grpo",
         "assemble.failed_member": "drop-group",
     }
+    if name == "rollout.stop_token_ids":
+        return "[5, 7]", (5, 7)
     if name in choices:
         return choices[name], choices[name]
     match default:

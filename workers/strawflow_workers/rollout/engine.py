@@ -1,7 +1,8 @@
 """The engine of one rollout worker: its process, its client, and which weights it really serves.
 
 1. A version counts as served only after the engine itself reported it.
-2. Reloads happen with nothing in flight (policy `finish`): no response mixes two versions.
+2. Weights are loaded with nothing in flight, or while the engine is paused (policy `continue`); the engine then tells which
+   token which weights sampled, and one that does not tell is never loaded so.
 3. A reload that failed, or an engine that reports other weights, ends the engine; a new one is started and asked again.
 """
 
@@ -22,7 +23,7 @@ from strawflow.flow.session import WorkerSession
 from strawflow.ids import new_id
 from strawflow.index.weights import WeightVersion
 from strawflow.weights.verify import verify_weights
-from strawflow_workers.rollout.sglang_client import SglangClient
+from strawflow_workers.rollout.sglang_client import EngineResponseError, GenerateRequest, SglangClient
 from strawflow_workers.rollout.sglang_server import SglangOptions, SglangServer
 
 log = logging.getLogger(__name__)
@@ -84,6 +85,9 @@ def make_process(session: WorkerSession, *, model_path: Path, version_id: str) -
     config = session.run.config.rollout
     log_path = session.run.root / "logs" / f"engine-{session.session_id}.log"
     log_path.parent.mkdir(exist_ok=True)
+    # Weights are stored without a tokenizer; only an engine that looks for texts or counts tokens up needs one.
+    needs_text = bool(config.stop or config.min_response_tokens)
+    of_tokenizer = ("--tokenizer-path", str(session.run.model_path)) if needs_text else ()
     match config.engine:
         case "sglang":
             return SglangServer(
@@ -91,7 +95,8 @@ def make_process(session: WorkerSession, *, model_path: Path, version_id: str) -
                     model_path=model_path,
                     log_path=log_path,
                     weight_version=version_id,
-                    extra_args=tuple(config.engine_args),
+                    load_tokenizer=needs_text,
+                    extra_args=(*of_tokenizer, *config.engine_args),
                 )
             )
         case "fake":
@@ -114,6 +119,12 @@ class ServedEngine:
         self.build = ""
         self.serving: str | None = None
         self.serving_step = -1
+        self.served: list[str] = []
+        """Every version it has served, in order; the last is the present one."""
+        self.is_interrupted = False
+        """Nothing new is asked of it: what is in flight is being broken off."""
+        self.can_continue = False
+        """Whether weights may be loaded inside its requests."""
 
     @property
     def client(self) -> SglangClient:
@@ -145,6 +156,12 @@ class ServedEngine:
         info = await self._client.server_info()
         self.build = f"{self._session.run.config.rollout.engine} {info.get('version', '')}".strip()
         await self._report(await self._client.weight_version(), version)
+        if self._session.run.config.rollout.on_new_weights == "continue":
+            self.can_continue = await self._probe_continue()
+            if not self.can_continue:
+                log.warning(
+                    "the engine cannot pause, or does not tell which weights sampled which token: groups are parked instead"
+                )
 
     async def reload(self, version: WeightVersion) -> None:
         """Load another version and check that the engine reports it.
@@ -158,6 +175,33 @@ class ServedEngine:
         await asyncio.to_thread(verify_weights, folder, version.digest)
         await self.client.update_weights_from_disk(folder, version.version_id)
         await self._report(await self.client.weight_version(), version)
+
+    async def reload_inside(self, version: WeightVersion) -> None:
+        """Load another version while requests are in flight: they wait, and go on with the new weights.
+
+        Raises:
+            EngineError: as `reload`; what is in flight ends with the engine.
+        """
+        folder = self._session.run.root / version.path
+        await asyncio.to_thread(
+            verify_weights, folder, version.digest
+        )  # before the pause: nobody should wait for it
+        await self.client.pause()
+        self.served.append(version.version_id)  # from now on requests may be answered by it
+        await self.reload(version)
+        await self.client.resume()
+
+    async def _probe_continue(self) -> bool:
+        """Ask for one token, and for a pause: what an engine can do is seen, not believed."""
+        probe = GenerateRequest(input_ids=[0], sampling_params={"max_new_tokens": 1, "temperature": 0.0})
+        try:
+            (answer,) = await self.client.generate(probe)
+            await self.client.pause()
+            await self.client.resume()
+        except EngineResponseError as error:
+            log.info("the engine cannot be loaded inside requests: %s", error.message)
+            return False
+        return answer.tells_spans
 
     async def stop(self) -> None:
         if self._client is not None:
@@ -173,6 +217,8 @@ class ServedEngine:
                 engine_id=self.engine_id,
             )
         await self._tell(reported)
+        if self.served[-1:] != [reported]:
+            self.served.append(reported)
         self.serving, self.serving_step = reported, expected.step
         log.info("the engine serves %s", reported)
 

@@ -3,22 +3,56 @@
 1. A response whose log-probabilities are short, missing or not finite fails that member with the reason, never the run.
 2. A reward that raised or ran out of time fails the member; it never becomes reward 0.
 3. A failed member is tried once more before its failure stands.
+4. While the engine is being interrupted nothing new is asked of it: members that it broke off, or that were not asked for
+   yet, come back partial. A partial member goes on with its tokens in the prompt and what is left of its token limits.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from strawflow.config import SamplingProfile
 from strawflow.flow.claim import Grant
-from strawflow.flow.trajectory import COMPLETE_SEQ, Member, UnitResult, failed_member
+from strawflow.flow.continuation import saved_members
+from strawflow.flow.trajectory import COMPLETE_SEQ, PARTIAL, Member, UnitResult, failed_member
 from strawflow_workers.rollout.engine import ServedEngine
 from strawflow_workers.rollout.rewards.pool import RewardPool
 from strawflow_workers.rollout.rewards.spec import RewardRequest
 from strawflow_workers.rollout.sglang_client import EngineResponseError, GenerateRequest, Generation
+from strawflow_workers.rollout.stops import first_stop, is_at_end
 from strawflow_workers.rollout.tokens import PromptTokenizer
+
+
+@dataclass(frozen=True)
+class _Response:
+    """All that was sampled of one member so far: three lists of equal length, and why it ended ("abort": it did not)."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    versions: list[str]
+    finish_reason: str
+
+    def after(self, saved: Member | None) -> _Response:
+        """Return it with what was sampled before it was broken off in front."""
+        if saved is None:
+            return self
+        return _Response(
+            [*saved.response_tokens, *self.tokens],
+            [*saved.logprobs, *self.logprobs],
+            [*saved.token_versions, *self.versions],
+            self.finish_reason,
+        )
+
+    def kept(self, num_tokens: int, finish_reason: str) -> _Response:
+        return _Response(
+            self.tokens[:num_tokens], self.logprobs[:num_tokens], self.versions[:num_tokens], finish_reason
+        )
+
+
+_NOTHING = _Response([], [], [], "abort")
 
 
 class UnitGenerator:
@@ -28,83 +62,141 @@ class UnitGenerator:
         self._engine, self._rewards, self._tokenizer = engine, rewards, tokenizer
 
     async def generate(self, grant: Grant) -> UnitResult:
-        """Return the result of a granted unit.
+        """Return the result of a granted unit; members are partial only when the engine was interrupted meanwhile.
 
         Raises:
             EngineUnavailableError: the engine does not answer; the unit's attempt has failed.
         """
         prompt_tokens = self._tokenizer.encode(grant.prompt)
-        members = await self._members(grant, prompt_tokens, range(grant.profile.num_samples))
-        again = [m.member for m in members if m.status == "failed"]
-        if again:
-            second = {m.member: m for m in await self._members(grant, prompt_tokens, again)}
-            members = [second.get(m.member, m) for m in members]
+        saved = saved_members(grant.continuation)
+        members = dict(saved)
+        # Partial first, then whatever failed once more.
+        for _ in range(2):
+            open_ones = [n for n in range(grant.profile.num_samples) if _is_open(members.get(n))]
+            found = await self._members(grant, prompt_tokens, open_ones, saved)
+            members |= {m.member: m for m in found}
+            if self._engine.is_interrupted or all(m.status != "failed" for m in found):
+                break
         return UnitResult(
             unit_id=grant.unit_id,
             fence=grant.fence,
             seq=COMPLETE_SEQ,
             prompt_tokens=prompt_tokens,
-            members=members,
+            members=[members[n] for n in range(grant.profile.num_samples)],
             profile=grant.profile,
             engine=self._engine.label,
         )
 
     async def _members(
-        self, grant: Grant, prompt_tokens: list[int], numbers: Sequence[int] | range
+        self, grant: Grant, prompt_tokens: list[int], numbers: Sequence[int], saved: dict[int, Member]
     ) -> list[Member]:
-        generations = await self._sample(grant, prompt_tokens, list(numbers))
+        """Sample and score members: those with tokens each in a request of its own, the others in one together."""
+        begun = [n for n in numbers if (known := saved.get(n)) is not None and known.status == PARTIAL]
+        begun = [n for n in begun if saved[n].response_tokens]
+        fresh = [n for n in numbers if n not in begun]
+        groups = [[n] for n in begun] + ([fresh] if fresh else [])
+        sampled = await asyncio.gather(
+            *(self._sample(grant, prompt_tokens, group, saved) for group in groups)
+        )
+        answers = [
+            pair
+            for group, found in zip(groups, sampled, strict=True)
+            for pair in zip(group, found, strict=True)
+        ]
         return list(
-            await asyncio.gather(
-                *(
-                    self._scored(grant, number, generation)
-                    for number, generation in zip(numbers, generations, strict=True)
-                )
-            )
+            await asyncio.gather(*(self._scored(grant, number, answer) for number, answer in answers))
         )
 
     async def _sample(
-        self, grant: Grant, prompt_tokens: list[int], numbers: list[int]
-    ) -> list[Generation | EngineResponseError]:
-        """Ask for all members in one request; when the answer is unsound, one by one, to fail only those to blame."""
+        self, grant: Grant, prompt_tokens: list[int], numbers: list[int], saved: dict[int, Member]
+    ) -> list[_Response | EngineResponseError]:
+        """Ask for members in one request; when the answer is unsound, one by one, to fail only those to blame."""
+        before = saved.get(numbers[0]) if len(numbers) == 1 else None
+        before = before if before is not None and before.status == PARTIAL else None
+        ended = self._ended(before, grant.profile)
+        if ended is not None:
+            return [ended]
+        if self._engine.is_interrupted:
+            return [_NOTHING.after(before) for _ in numbers]
+        served_from = len(self._engine.served)
         try:
-            return list(await self._engine.client.generate(self._request(grant, prompt_tokens, numbers)))
+            request = self._request(grant, prompt_tokens, numbers, before)
+            generations = await self._engine.client.generate(request)
+            return [
+                self._joined(self._checked(found, served_from), before, grant.profile)
+                for found in generations
+            ]
         except EngineResponseError as error:
             if len(numbers) == 1:
                 return [error]
-        alone = [self._sample(grant, prompt_tokens, [number]) for number in numbers]
+        alone = [self._sample(grant, prompt_tokens, [number], saved) for number in numbers]
         return [found[0] for found in await asyncio.gather(*alone)]
 
-    def _request(self, grant: Grant, prompt_tokens: list[int], numbers: list[int]) -> GenerateRequest:
-        rid = f"u{grant.unit_id}.{grant.fence}.m{numbers[0]}-{len(numbers)}"
-        return GenerateRequest(
-            input_ids=prompt_tokens,
-            sampling_params=sampling_params(grant.profile, num_samples=len(numbers)),
-            rid=rid,
+    def _ended(self, before: Member | None, profile: SamplingProfile) -> _Response | None:
+        """Return a saved response that has ended already: nothing is left to ask for."""
+        if before is None:
+            return None
+        whole = _NOTHING.after(before)
+        if is_at_end(whole.tokens, profile=profile, eos_id=self._tokenizer.eos_id):
+            return whole.kept(len(whole.tokens), "stop")
+        if len(whole.tokens) >= profile.max_response_tokens:
+            return whole.kept(profile.max_response_tokens, "length")
+        return None
+
+    def _checked(self, generation: Generation, served_from: int) -> _Response:
+        """Return a generation as a response.
+
+        Raises:
+            EngineResponseError: other weights sampled it than this engine served meanwhile, or it was aborted by others.
+        """
+        allowed = set(self._engine.served[max(0, served_from - 1) :])
+        if (sampled := set(generation.weight_versions)) - allowed:
+            raise EngineResponseError(f"sampled from {sorted(sampled)}, asked of {self._engine.serving}")
+        if generation.finish_reason == "abort" and not self._engine.is_interrupted:
+            raise EngineResponseError("the request was aborted")
+        return _Response(
+            generation.output_ids, generation.logprobs, generation.weight_versions, generation.finish_reason
         )
 
-    async def _scored(
-        self, grant: Grant, number: int, generation: Generation | EngineResponseError
-    ) -> Member:
-        if isinstance(generation, EngineResponseError):
-            return failed_member(number, f"engine: {generation.message}")
-        if (served := set(generation.weight_versions)) - {self._engine.serving}:
-            return failed_member(
-                number, f"engine: sampled from {sorted(served)}, asked of {self._engine.serving}"
-            )
-        if generation.finish_reason == "abort":
-            return failed_member(number, "engine: the request was aborted")
-        text = self._tokenizer.decode(generation.output_ids)
+    def _joined(self, found: _Response, before: Member | None, profile: SamplingProfile) -> _Response:
+        whole = found.after(before)
+        if before is None:
+            return whole
+        kept = first_stop(
+            whole.tokens,
+            start=len(before.response_tokens),
+            profile=profile,
+            decode=self._tokenizer.decode,
+        )
+        return whole if kept is None else whole.kept(kept, "stop")
+
+    def _request(
+        self, grant: Grant, prompt_tokens: list[int], numbers: list[int], before: Member | None
+    ) -> GenerateRequest:
+        done = list(before.response_tokens) if before is not None else []
+        return GenerateRequest(
+            input_ids=[*prompt_tokens, *done],
+            sampling_params=sampling_params(grant.profile, num_samples=len(numbers), num_done=len(done)),
+            rid=f"u{grant.unit_id}.{grant.fence}.m{numbers[0]}-{len(numbers)}",
+        )
+
+    async def _scored(self, grant: Grant, number: int, response: _Response | EngineResponseError) -> Member:
+        if isinstance(response, EngineResponseError):
+            return failed_member(number, f"engine: {response.message}")
+        if response.finish_reason == "abort":
+            return _partial(number, response)
+        text = self._tokenizer.decode(response.tokens)
         outcome = await self._rewards.score(
             RewardRequest(text, grant.prompt.prompt, grant.prompt.label, grant.prompt.metadata)
         )
-        status = "truncated" if generation.finish_reason == "length" else "finished"
+        status = "truncated" if response.finish_reason == "length" else "finished"
         return Member(
             member=number,
             status="failed" if outcome.failure is not None else status,
-            response_tokens=generation.output_ids,
-            logprobs=generation.logprobs,
-            token_versions=generation.weight_versions,
-            finish_reason=generation.finish_reason,
+            response_tokens=response.tokens,
+            logprobs=response.logprobs,
+            token_versions=response.versions,
+            finish_reason=response.finish_reason,
             reward=outcome.reward,
             score=outcome.score,
             failure=None if outcome.failure is None else f"reward: {outcome.failure}",
@@ -112,11 +204,35 @@ class UnitGenerator:
         )
 
 
-def sampling_params(profile: SamplingProfile, *, num_samples: int) -> dict[str, Any]:
-    """Return SGLang's sampling parameters of a profile."""
-    return {
+def _is_open(member: Member | None) -> bool:
+    """Tell whether a member is to be sampled: it was not begun, was broken off, or failed."""
+    return member is None or member.status in (PARTIAL, "failed")
+
+
+def _partial(number: int, response: _Response) -> Member:
+    return Member(
+        member=number,
+        status=PARTIAL,
+        response_tokens=response.tokens,
+        logprobs=response.logprobs,
+        token_versions=response.versions,
+        finish_reason="abort",
+        reward=None,
+    )
+
+
+def sampling_params(profile: SamplingProfile, *, num_samples: int, num_done: int = 0) -> dict[str, Any]:
+    """Return SGLang's sampling parameters of a profile for what is left of a response with `num_done` tokens."""
+    params: dict[str, Any] = {
         "n": num_samples,
         "temperature": profile.temperature,
         "top_p": profile.top_p,
-        "max_new_tokens": profile.max_response_tokens,
+        "max_new_tokens": profile.max_response_tokens - num_done,
     }
+    if profile.min_response_tokens > num_done:
+        params["min_new_tokens"] = profile.min_response_tokens - num_done
+    if profile.stop:
+        params["stop"] = list(profile.stop)
+    if profile.stop_token_ids:
+        params["stop_token_ids"] = list(profile.stop_token_ids)
+    return params

@@ -1,9 +1,11 @@
 """The rollout worker: admits what is due, leases units, generates and scores them, completes them.
 
 1. Demonstrations need no engine and are answered while it starts.
-2. Units are claimed only while the engine serves weights fresh enough for the next batch to be planned; a newer version is
-   loaded once nothing is in flight.
-3. Finished units of one moment are completed together: one append, one sync, one transaction.
+2. Units are claimed only while the engine serves weights fresh enough for the next batch to be planned. What happens to
+   units in flight when there are newer weights is the policy rollout.on_new_weights; evaluation is bound to its weights and
+   always finished first.
+3. Finished units of one moment are completed together, those broken off are parked together: one append, one sync, one
+   transaction each.
 4. An engine that died or goes on refusing ends the worker; what it held is rescued with its attempts refunded. A unit
    that fails while the engine lives has used an attempt.
 """
@@ -13,14 +15,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
 
 from strawflow.errors import CommitUnknownError, ConfigError, EngineError, WorkerFailedError
-from strawflow.flow import admit, claim, complete, progress, publish_weights, rescue
+from strawflow.flow import admit, claim, complete, continuation, progress, publish_weights, rescue
 from strawflow.flow.claim import Grant, PromptShelf
 from strawflow.flow.session import WorkerSession
-from strawflow.flow.trajectory import UnitResult
+from strawflow.flow.trajectory import PARTIAL, UnitResult
 from strawflow.ids import new_id
 from strawflow.index.weights import WeightVersion
 from strawflow_workers.drain import Drain
@@ -41,10 +43,20 @@ UPKEEP_S = 1.0
 EVAL_UNITS_FACTOR = 8
 """Evaluation groups are small: this many times the usual number may be in flight."""
 DEMONSTRATIONS_AT_ONCE = 256
+BREAK_OFF_S = 15.0
+"""How long a drain waits for requests to end, of the 30 s until a worker that was told to drain is killed."""
 MAX_ENGINE_FAILURES = 8
 """Refused requests in a row after which an engine that fails its health check is ended."""
 
 T = TypeVar("T")
+
+
+class HandIn(Protocol):
+    """`complete.complete` or `complete.park`."""
+
+    def __call__(
+        self, session: WorkerSession, results: Sequence[UnitResult], /, *, submission_id: str
+    ) -> complete.Receipt: ...
 
 
 class RolloutLoop:
@@ -58,6 +70,7 @@ class RolloutLoop:
         self._engine = ServedEngine(session, num_connections=1024)
         self._in_flight: dict[asyncio.Task[UnitResult], Grant] = {}
         self._finished: list[UnitResult] = []
+        self._broken_off: list[UnitResult] = []
         self._upkeep_at = 0.0
         self._demonstrations_left = self._config.warm_start.steps > 0
         self._failures_in_a_row = 0
@@ -115,11 +128,35 @@ class RolloutLoop:
         await self._blocking(lambda: admit.admit_due(self._session))
         target = await self._blocking(lambda: publish_weights.version_to_serve(self._run))
         if target is not None and target.version_id != self._engine.serving:
-            if self._in_flight or self._finished:
+            if not await self._make_way():
                 return moved
-            await self._engine.reload(target)
+            await (self._engine.reload_inside if self._in_flight else self._engine.reload)(target)
             moved = True
         return await self._fill() or moved
+
+    async def _make_way(self) -> bool:
+        """Bring what is in flight to where other weights may be loaded; False while it is waited for."""
+        policy = self._config.rollout.on_new_weights
+        if not self._in_flight and not self._finished:
+            return True
+        if policy == "finish" or any(g.profile.purpose == "eval" for g in self._in_flight.values()):
+            return False
+        if policy == "continue" and self._engine.can_continue:
+            return not self._finished
+        await self._break_off()
+        return True
+
+    async def _break_off(self) -> None:
+        """End every request and store what came of it: whole groups are completed, others parked or given back."""
+        self._engine.is_interrupted = True
+        try:
+            while self._in_flight:
+                # Again and again: a request may still have been on its way when the others were ended.
+                await self._engine.client.abort()
+                await self._collect()
+                self._session.mark_progress()
+        finally:
+            self._engine.is_interrupted = False
 
     async def _collect(self) -> bool:
         """Complete what has finished; units whose generation failed end their attempt with the error."""
@@ -128,17 +165,21 @@ class RolloutLoop:
             for task in done:
                 grant = self._in_flight.pop(task)
                 await self._settle(task, grant)
-        if not self._finished:
+        if not self._finished and not self._broken_off:
             return False
-        results, self._finished = self._finished, []
-        await self._complete(results)
+        if self._finished:
+            results, self._finished = self._finished, []
+            await self._hand_in("complete", complete.complete, results)
+        if self._broken_off:
+            progress, self._broken_off = self._broken_off, []
+            await self._hand_in("park", complete.park, progress)
         return True
 
     async def _settle(self, task: asyncio.Task[UnitResult], grant: Grant) -> None:
         error = task.exception()
         if error is None:
             self._failures_in_a_row = 0
-            self._finished.append(task.result())
+            await self._sort(task.result(), grant)
             return
         beyond_this_unit = not isinstance(error, Exception) or isinstance(
             error, ConfigError | WorkerFailedError
@@ -151,6 +192,17 @@ class RolloutLoop:
         # Whatever else went wrong is this unit's own (a prompt the template refuses, say): its attempt failed.
         log.warning("unit %d: %s: %s", grant.unit_id, type(error).__name__, error)
         await self._fail(grant, error)
+
+    async def _sort(self, result: UnitResult, grant: Grant) -> None:
+        """Put a result to those that are whole or broken off; give its group back when there is nothing to keep."""
+        if all(m.status != PARTIAL for m in result.members):
+            self._finished.append(result)
+        elif self._config.rollout.partial_rollout and any(
+            m.response_tokens or m.status != PARTIAL for m in result.members
+        ):
+            self._broken_off.append(result)
+        else:
+            await self._blocking(lambda: claim.release(self._session, [grant]))
 
     async def _fail(self, grant: Grant, error: Exception) -> None:
         text = f"{type(error).__name__}: {error}"
@@ -165,16 +217,16 @@ class RolloutLoop:
             raise EngineError(f"the engine refused {self._failures_in_a_row} requests in a row: {error}")
         self._claims_from = time.monotonic() + min(0.1 * 2**self._failures_in_a_row, 5.0)
 
-    async def _complete(self, results: list[UnitResult]) -> None:
-        submission_id = new_id("complete")
+    async def _hand_in(self, what: str, hand_in: HandIn, results: list[UnitResult]) -> None:
+        submission_id = new_id(what)
 
         def submit() -> complete.Receipt:
-            return complete.complete(self._session, results, submission_id=submission_id)
+            return hand_in(self._session, results, submission_id=submission_id)
 
         try:
             receipt = await self._blocking(submit)
         except CommitUnknownError as error:  # the same id gets the same receipt, committed before or not
-            log.warning("completing is tried again: %s", error)
+            log.warning("what was sampled is handed in again: %s", error)
             receipt = await self._blocking(submit)
         if receipt.lost:
             log.warning("leases of units %s had been taken over; their results are not taken", receipt.lost)
@@ -189,6 +241,11 @@ class RolloutLoop:
         if room <= 0 or self._engine.serving is None or time.monotonic() < self._claims_from:
             return False
         grants = await self._claim(room, purposes)
+        if any(grant.continuation is not None for grant in grants):
+            planned = standing.planned
+            grants = await self._blocking(
+                lambda: continuation.without_outdated(self._session, grants, planned=planned)
+            )
         for grant in grants:
             task = asyncio.create_task(self._generator.generate(grant))
             self._in_flight[task] = grant
@@ -213,7 +270,7 @@ class RolloutLoop:
             except Exception as error:  # the row's own fault: its attempt failed, the others go on
                 await self._fail(grant, error)
         if results:
-            await self._complete(results)
+            await self._hand_in("complete", complete.complete, results)
         return bool(grants)
 
     async def _upkeep(self) -> None:
@@ -226,8 +283,13 @@ class RolloutLoop:
                 self._demonstrations_left = planned < self._config.warm_start.steps
 
     async def _give_back(self) -> None:
-        """Drain: finish storing what is finished, release the rest unworked."""
+        """Drain: store what is finished and what was generated of the rest; what nothing came of is given back."""
         await self._collect()
+        if self._in_flight and self._engine.alive():
+            try:
+                await asyncio.wait_for(self._break_off(), BREAK_OFF_S)
+            except (EngineError, TimeoutError) as error:
+                log.warning("the engine did not end its requests: %s", error)
         grants = list(self._in_flight.values())
         released = await self._blocking(lambda: claim.release(self._session, grants))
         log.info("drained: %d units released", released)

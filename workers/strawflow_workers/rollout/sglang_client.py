@@ -76,6 +76,9 @@ class Generation:
     """"stop", "length" or "abort"."""
     prompt_tokens: int
     cached_tokens: int
+    tells_spans: bool = False
+    """Whether the engine told by itself which token which weights sampled: one that only names its last weights cannot
+    load others inside a request."""
 
 
 def refuse_original_logprobs(environment: Mapping[str, str]) -> None:
@@ -191,6 +194,20 @@ class SglangClient:
         """End one request (started with this `rid` and one sample), or all; they answer with what they have."""
         await self._call("POST", "/abort_request", {"rid": rid} if rid is not None else {"abort_all": True})
 
+    async def pause(self) -> None:
+        """Stop generating with everything kept: running requests wait and are computed afresh from their tokens.
+
+        Mode `retract`: `in_place` leaves the token of a batch under way to be counted to the weights loaded meanwhile.
+
+        Raises:
+            EngineResponseError: the engine cannot pause.
+        """
+        await self._call("POST", "/pause_generation", {"mode": "retract"})
+
+    async def resume(self) -> None:
+        """Go on after `pause`."""
+        await self._call("POST", "/continue_generation", {})
+
     async def flush_cache(self) -> None:
         """Empty the KV cache.
 
@@ -256,6 +273,7 @@ def parse_generation(sample: Any, *, engine: str = "") -> Generation:
         finish_reason=str(finish_reason),
         prompt_tokens=prompt_tokens,
         cached_tokens=cached_tokens,
+        tells_spans=bool(meta.get("weight_versions")),
     )
 
 
