@@ -117,6 +117,11 @@ class AssembleSection(Section):
     advantage: Literal["grpo", "dr_grpo"] = "grpo"
     failed_member: Literal["exclude", "drop-group"] = "exclude"
     """What a failed member does to its group: leave it out while enough remain, or drop the group."""
+    stale: Literal["requeue", "drop", "mask", "train"] = "requeue"
+    """What becomes of tokens staler than rollout.max_staleness when their batch is planned: their group is sampled afresh,
+    or dropped; they are masked and the rest of their group trained; or trained all the same, oldest weights first."""
+    max_requeues: int = Field(default=1, ge=0)
+    """How often a group is sampled afresh for being stale; after that it is dropped."""
 
 
 class TrainerSection(Section):

@@ -69,6 +69,8 @@ class BatchPlan:
     assignments: Sequence[Assignment]
     mean_reward: float | None
     max_staleness: int
+    num_masked_tokens: int = 0
+    """Response tokens that are not trained for being stale."""
     version_ids: frozenset[str] = frozenset()
     """Weight versions that sampled any of its tokens."""
     records: Sequence[RowRange] = ()
@@ -312,6 +314,8 @@ def plan_batch(session: WorkerSession, role: Role, plan: BatchPlan) -> Batch:
             step=plan.step,
             num_sequences=plan.num_sequences,
             num_tokens=plan.num_tokens,
+            max_staleness=plan.max_staleness,
+            num_masked_tokens=plan.num_masked_tokens,
         )
         return batches.require(connection, run.branch, run.consumer, plan.step)
 

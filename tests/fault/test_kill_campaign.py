@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from strawflow.errors import AlreadyExistsError
+from strawflow.flow import assemble
 from strawflow.flow.progress import standing
 from strawflow.flow.run import open_run
+from strawflow.flow.session import WorkerSession
 from strawflow.index import packs, sessions, units
 from strawflow.states import PackState, UnitState
 from tests.fault.kill_run import SupervisedRun, campaign, check_finished, make_run, processes_of, wait_until
@@ -20,6 +23,31 @@ def num_planned(root: Path) -> int:
     run = open_run(root)
     try:
         return standing(run).planned
+    finally:
+        run.close()
+
+
+def broken_off(policy: str) -> dict[str, Any]:
+    """Return settings of a run most of whose groups are still in flight when newer weights are published."""
+    return {
+        "engine": "fake",
+        "engine_options": {"token-s": "0.1", "mean-tokens": "10"},
+        "max_response_tokens": 12,
+        "on_new_weights": policy,
+        "max_staleness": 2,
+        "over_provision": 4,
+        "units_in_flight": 12,
+    }
+
+
+def num_mixed(root: Path) -> int:
+    """Return how many trained sequences hold tokens of several weight versions."""
+    run = open_run(root)
+    try:
+        with WorkerSession(run, "look") as session, run.index.read() as connection:
+            completed = units.listed(connection, run.branch, state=UnitState.COMPLETED, limit=10_000)
+            rows = assemble.read_trajectories(session, completed)
+        return sum(len(v) > 1 for r in rows.values() for v in r.column("weight_versions").to_pylist())
     finally:
         run.close()
 
@@ -61,7 +89,7 @@ def test_ctrl_c_drains_every_worker_and_resume_goes_on(tmp_path: Path) -> None:
 
 def test_workers_told_to_end_or_stopped_by_others_are_replaced(tmp_path: Path) -> None:
     root = tmp_path / "run"
-    make_run(root, engine="fake", steps=8, seed=7, engine_options={"delay-s": "0.1"}).close()
+    make_run(root, steps=8, seed=7, **broken_off("park")).close()
     supervised = SupervisedRun(root)
     supervised.start()
     wait_until(lambda: num_planned(root) >= 4, seconds=90, what="the fourth step")
@@ -73,6 +101,7 @@ def test_workers_told_to_end_or_stopped_by_others_are_replaced(tmp_path: Path) -
     wait_until(lambda: trainer not in processes_of(root), seconds=40, what="the stopped trainer to be killed")
     supervised.finish(seconds=120)
     check_finished(root, {})
+    assert num_mixed(root) > 0
 
 
 def test_a_second_supervisor_is_refused_and_the_first_goes_on(tmp_path: Path) -> None:
@@ -97,6 +126,21 @@ def test_sixty_kills_over_two_hundred_steps_lose_and_repeat_nothing(tmp_path: Pa
     assert sum(supervised.num_kills.values()) == 60
     supervised.finish(seconds=600)
     check_finished(root, digests)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("policy", ["park", "continue"])
+def test_kills_of_a_run_whose_groups_outlive_their_weights_lose_and_repeat_nothing(
+    tmp_path: Path, policy: str
+) -> None:
+    root = tmp_path / "run"
+    make_run(root, steps=60, seed=9, **broken_off(policy)).close()
+    supervised = SupervisedRun(root)
+    digests = campaign(supervised, PARTS * 4, seed=9, gap_s=(0.2, 6.0), seconds=600)
+    assert sum(supervised.num_kills.values()) == 20
+    supervised.finish(seconds=600)
+    check_finished(root, digests)
+    assert num_mixed(root) > 20
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,13 @@ NUM_SAMPLES = 4
 
 
 def make_run(
-    folder: Path, model: Path, *, engine_options: dict[str, str] | None = None, steps: int = 2, **rollout: Any
+    folder: Path,
+    model: Path,
+    *,
+    engine_options: dict[str, str] | None = None,
+    assemble: dict[str, Any] | None = None,
+    steps: int = 2,
+    **rollout: Any,
 ) -> Run:
     """Create a run in `folder` with prompts for `steps` steps of `NUM_UNITS` groups."""
     config = RunConfig.model_validate(
@@ -48,6 +54,7 @@ def make_run(
                 "reward_timeout_s": 1.0,
                 **rollout,
             },
+            "assemble": assemble or {},
             "trainer": {"steps": steps},
         }
     )

@@ -85,6 +85,7 @@ def another(name: str, default: Any) -> tuple[str, Any]:
         "rollout.on_new_weights": "park",
         "assemble.advantage": "dr_grpo",
         "assemble.failed_member": "drop-group",
+        "assemble.stale": "mask",
     }
     if name == "rollout.stop_token_ids":
         return "[5, 7]", (5, 7)

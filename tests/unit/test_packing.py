@@ -162,3 +162,34 @@ def test_drop_group_drops_at_the_first_failed_member() -> None:
     assert is_usable(broken, config(failed_member="exclude"))
     assert not is_usable(broken, config(failed_member="drop-group"))
     assert is_usable(whole, config(failed_member="drop-group"))
+
+
+def test_stale_tokens_are_masked_and_their_rewards_stay_in_the_baseline() -> None:
+    rows = [row(1, member, reward=float(member % 2), num_tokens=4) for member in range(4)]
+    rows[0] |= {"weight_versions": ["v2", "v4"], "token_versions": [0, 0, 1, 1]}
+    rows[1] |= {"weight_versions": ["v2"], "token_versions": [0] * 4}
+
+    def packed(stale: str) -> Any:
+        return build_batch(
+            [Group(unit(1), [dict(r) for r in rows])],
+            step=5,
+            objective="grpo",
+            version_steps={"v2": 2, "v4": 4},
+            config=RunConfig.model_validate(
+                {"assemble": {"mini_batches": 1, "stale": stale}, "rollout": {"max_staleness": 1}}
+            ),
+        )
+
+    plan = packed("mask")
+    by_member = {r["member"]: r for m in plan.micro_batches for r in m.rows.to_pylist()}
+    assert by_member[0]["loss_mask"] == [0, 0, 0, 0, 1, 1]  # two of the prompt, two stale, two fresh
+    assert by_member.keys() == {0, 2, 3}, "a member without a fresh token is not packed"
+    assert plan.denominators == (10.0,)
+    assert plan.num_masked_tokens == 6
+    fates = {r["member"]: (r["outcome"], r["reason"]) for r in plan.plan.to_pylist()}
+    assert fates[1] == ("filtered", "stale")
+    whole = packed("train")
+    advantages = {r["member"]: r["advantage"] for r in whole.plan.to_pylist()}
+    assert {r["member"]: r["advantage"] for r in plan.plan.to_pylist()} == advantages
+    assert whole.denominators == (16.0,)
+    assert whole.num_masked_tokens == 0

@@ -2,7 +2,7 @@
 
 1. It is a leased singleton; without the role it waits.
 2. Groups sampled from weights that are no longer on the branch's line wait for the replay to decide, then go on or go
-   back pristine. Groups staler than the limit go back pristine.
+   back pristine. What becomes of tokens staler than the limit is the policy assemble.stale, decided here once and stored.
 3. Too many groups dropped in a row means starvation: the run stops with the counts, it does not generate for ever.
 """
 
@@ -22,6 +22,8 @@ from strawflow_workers.drain import Drain
 
 log = logging.getLogger(__name__)
 
+STALE = "stale"
+"""Why a group is sampled afresh or dropped."""
 STARVED_AFTER_BATCHES = 8
 """Dropped groups in a row, in units of a batch, after which the run is declared starved."""
 
@@ -106,19 +108,34 @@ class AssemblerLoop:
     def _ready_groups(self, role: Role, step: int, units: list[Unit]) -> list[Group]:
         groups = self._read_groups(units)
         lineage = assemble.lineage(self._session)
-        stale: list[int] = []
+        stale: list[Unit] = []
         off_line: list[int] = []
         ready: list[Group] = []
         for group in groups:
             verdict = self._judge(group, step, lineage)
             if verdict == "ready":
                 ready.append(group)
+            elif verdict == "stale":
+                stale.append(group.unit)
             elif verdict != "wait":
-                (stale if verdict == "stale" else off_line).append(group.unit.unit_id)
-        for unit_ids, reason in ((stale, "stale"), (off_line, "off_lineage")):
-            if unit_ids:
-                assemble.requeue(self._session, role, unit_ids, reason=reason)
+                off_line.append(group.unit.unit_id)
+        if off_line:
+            assemble.requeue(self._session, role, off_line, reason="off_lineage")
+        self._give_up_stale(role, stale)
         return self._without_unusable(role, ready)
+
+    def _give_up_stale(self, role: Role, stale: list[Unit]) -> None:
+        """Have stale groups sampled afresh as often as the policy allows, and drop the others."""
+        policy = self._config.assemble
+        again = [u.unit_id for u in stale if policy.stale == "requeue" and u.requeues < policy.max_requeues]
+        dropped = [Assignment(u.epoch, u.unit_id, "dropped", STALE) for u in stale if u.unit_id not in again]
+        if again:
+            assemble.requeue(self._session, role, again, reason=STALE)
+        if dropped:
+            assemble.drop(self._session, role, dropped)
+            self._count_drops(
+                len(dropped), example=f"sampled more than {self._config.rollout.max_staleness} steps before"
+            )
 
     def _read_groups(self, units: list[Unit]) -> list[Group]:
         """Return the groups' rows; those read before (while they waited for others) are not read again."""
@@ -135,6 +152,8 @@ class AssemblerLoop:
             # The replay has not come to that step yet: equal weights may still be published.
             return "wait" if max(dead_steps) > lineage.newest_step else "off_lineage"
         self._learn_steps(versions)
+        if self._config.assemble.stale in ("mask", "train"):
+            return "ready"
         oldest = min((self._version_steps[v] for v in versions), default=step - 1)
         return "stale" if step - 1 - oldest > self._config.rollout.max_staleness else "ready"
 

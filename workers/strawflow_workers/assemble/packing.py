@@ -3,7 +3,9 @@
 1. A group counts with its non-excluded members; baseline and deviation use one reward per member.
 2. Members of a group without signal (equal rewards) have advantage 0 and are left out of the packed rows; the group is
    recorded as dropped with the reason `zero_deviation`.
-3. The order of sequences is a permutation keyed by (seed, step); denominators are counted here once and stored, so a
+3. With the policy `mask`, tokens of weights staler than the limit are not trained; the rewards of their members count in
+   baseline and deviation all the same. A member without a token left is filtered with the reason `stale`.
+4. The order of sequences is a permutation keyed by (seed, step); denominators are counted here once and stored, so a
    replay on another parallelism has the same loss.
 """
 
@@ -38,6 +40,8 @@ class PackedSequence:
     row: Mapping[str, Any]
     advantage: float
     version_steps: npt.NDArray[np.int32]
+    mask: npt.NDArray[np.int8]
+    """1 = trained, for each response token."""
 
     @property
     def num_tokens(self) -> int:
@@ -45,7 +49,7 @@ class PackedSequence:
 
     @property
     def num_trained_tokens(self) -> int:
-        return int(sum(self.row["loss_mask"]))
+        return int(self.mask.sum())
 
 
 @dataclass
@@ -82,13 +86,16 @@ def build_batch(
     `version_steps` maps the weight version ids in the rows to their steps.
     """
     dropped = _score(groups, objective, config)
+    oldest = step - 1 - config.rollout.max_staleness if config.assemble.stale == "mask" else None
     sequences = [
-        PackedSequence(g.unit, row, float(advantage), _steps_of(row, version_steps))
+        _sequence(g.unit, row, float(advantage), version_steps, oldest=oldest)
         for g in groups
         if g.unit.unit_id not in dropped
         for row, advantage in zip(g.rows, g.advantages, strict=True)
         if row["status"] != "failed" and row["response_tokens"]
     ]
+    num_masked = sum(sum(s.row["loss_mask"]) - s.num_trained_tokens for s in sequences)
+    sequences = [s for s in sequences if oldest is None or s.num_trained_tokens]
     order = np.random.Generator(np.random.PCG64([config.run.seed, step])).permutation(len(sequences))
     num_updates = 1 if objective == "sft" else config.assemble.mini_batches
     minis = [
@@ -119,7 +126,24 @@ def build_batch(
         max_staleness=max(
             (_staleness(row, version_steps, step) for g in groups for row in g.rows), default=0
         ),
+        num_masked_tokens=num_masked,
     )
+
+
+def _sequence(
+    unit: Unit,
+    row: Mapping[str, Any],
+    advantage: float,
+    version_steps: Mapping[str, int],
+    *,
+    oldest: int | None,
+) -> PackedSequence:
+    """Return a member with its mask; tokens of weights before step `oldest` are masked (None: none is)."""
+    steps = _steps_of(row, version_steps)
+    mask = np.array(row["loss_mask"], np.int8)
+    if oldest is not None:
+        mask[(steps != -1) & (steps < oldest)] = 0
+    return PackedSequence(unit, row, advantage, steps, mask)
 
 
 def _score(groups: Sequence[Group], objective: str, config: RunConfig) -> dict[int, str]:
@@ -169,7 +193,7 @@ def pack_rows(
         at = start + len(s.row["prompt_tokens"])
         tokens[start:at] = s.row["prompt_tokens"]
         tokens[at:end] = s.row["response_tokens"]
-        mask[at:end] = s.row["loss_mask"]
+        mask[at:end] = s.mask
         logprobs[at:end] = s.row["logprobs"]
         advantages[at:end] = s.advantage
         steps[at:end] = s.version_steps
@@ -215,6 +239,10 @@ def _mean_reward(groups: Sequence[Group]) -> float | None:
     return float(np.mean(rewards)) if rewards else None
 
 
+def _why_filtered(row: Mapping[str, Any]) -> str:
+    return "stale" if row["response_tokens"] else "empty_response"
+
+
 def _plan_rows(
     groups: Sequence[Group],
     dropped: Mapping[int, str],
@@ -234,7 +262,9 @@ def _plan_rows(
                     **{k: row[k] for k in ("unit_id", "fence", "seq", "member", "segment", "reward")},
                     "step": step,
                     "outcome": "excluded" if excluded else "trained" if place else "filtered",
-                    "reason": row["failure"] if excluded else reason or (None if place else "empty_response"),
+                    "reason": row["failure"]
+                    if excluded
+                    else reason or (None if place else _why_filtered(row)),
                     "advantage": None if excluded else float(advantage),
                     "staleness": _staleness(row, version_steps, step),
                     "num_tokens": len(row["prompt_tokens"]) + len(row["response_tokens"]),
