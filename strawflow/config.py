@@ -104,6 +104,11 @@ class RolloutSection(Section):
     reward_processes: int = Field(default=1, ge=1)
     max_attempts: int = Field(default=3, ge=1)
     """Grants of a unit before it is set aside as failed."""
+    engines: int = Field(default=1, ge=1)
+    """Engines that `strawflow resume` starts on its host, each with a rollout worker of its own."""
+    engine_urls: tuple[str, ...] = ()
+    """Engines that run already, anywhere this run's weights folder can be read: one rollout worker is started for each, and
+    none is started here. Each serves this run alone."""
     engine_args: tuple[str, ...] = ()
     """Further SGLang server flags, as they are."""
     engine_options: dict[str, str] = Field(default_factory=dict)

@@ -103,9 +103,16 @@ def _require(module: str, extra: str, verb: str) -> None:
 
 
 @app.command()
-def rollout(run: RunArgument, as_json: JsonFlag = False) -> None:
+def rollout(
+    run: RunArgument,
+    engine_url: Annotated[
+        str | None, typer.Option(help="An engine that runs already, for this worker alone; none is started.")
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
     """Lease prompt groups, generate, score, store trajectories."""
-    replace_by_worker("rollout", [str(existing_run(run))])
+    of_engine = [] if engine_url is None else ["--engine-url", engine_url]
+    replace_by_worker("rollout", [str(existing_run(run)), *of_engine])
 
 
 @app.command()

@@ -88,8 +88,9 @@ def trainer_of(run: Run) -> Iterator[Callable[[int], str]]:
 class Worker:
     """A rollout worker in a thread of this process, beside a trainer role that publishes weights."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, *, engine_url: str | None = None) -> None:
         self.run = run
+        self._engine_url = engine_url
         self.drain = Drain()
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._work)
@@ -120,7 +121,7 @@ class Worker:
     def _work(self) -> None:
         try:
             with WorkerSession(self.run, "rollout") as session:
-                asyncio.run(RolloutLoop(session, self.drain).run())
+                asyncio.run(RolloutLoop(session, self.drain, engine_url=self._engine_url).run())
         except BaseException as error:
             self.error = error
 

@@ -16,9 +16,14 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from strawflow.errors import StrawflowError
 from strawflow.parentage import die_with_parent
+
+if TYPE_CHECKING:
+    from strawflow.flow.session import WorkerSession
+    from strawflow_workers.drain import Drain
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -56,6 +61,8 @@ def _parser() -> argparse.ArgumentParser:
         worker = verbs.add_parser(verb)
         worker.add_argument("run", type=Path)
         worker.add_argument("--die-with-parent", type=int, metavar="PID", help="end when this parent does")
+        if verb == "rollout":
+            worker.add_argument("--engine-url", help="use this running engine instead of starting one")
     supervise = verbs.add_parser("supervise")
     supervise.add_argument("run", type=Path)
     supervise.add_argument("--json", action="store_true")
@@ -94,7 +101,10 @@ def _work(kind: str, arguments: argparse.Namespace, body: Callable[..., None]) -
 def _rollout(arguments: argparse.Namespace) -> int:
     from strawflow_workers.rollout.loop import RolloutLoop
 
-    return _work("rollout", arguments, lambda session, drain: asyncio.run(RolloutLoop(session, drain).run()))
+    def work(session: WorkerSession, drain: Drain) -> None:
+        asyncio.run(RolloutLoop(session, drain, engine_url=arguments.engine_url).run())
+
+    return _work("rollout", arguments, work)
 
 
 def _assemble(arguments: argparse.Namespace) -> int:

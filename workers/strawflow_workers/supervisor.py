@@ -42,7 +42,6 @@ from strawflow_workers.drain import Drain
 
 log = logging.getLogger(__name__)
 
-KINDS = ("train", "assemble", "rollout")
 FINAL_ERRORS: dict[int, type[StrawflowError]] = {
     error.exit_code: error
     for error in (
@@ -67,6 +66,7 @@ class Child:
     """One kind of worker and its present process."""
 
     kind: str
+    arguments: tuple[str, ...] = ()
     process: subprocess.Popen[bytes] | None = None
     log_path: Path | None = None
     attempt: int = 0
@@ -84,8 +84,14 @@ class Supervisor:
     run: Run
     drain: Drain
     on_tick: Callable[[], None] = lambda: None
-    children: list[Child] = field(default_factory=lambda: [Child(kind) for kind in KINDS])
+    children: list[Child] = field(init=False)
     _upkeep_at: float = 0.0
+
+    def __post_init__(self) -> None:
+        rollout = self.run.config.rollout
+        attached = [("--engine-url", url) for url in rollout.engine_urls]
+        self.children = [Child("train"), Child("assemble")]
+        self.children += [Child("rollout", arguments) for arguments in attached or [()] * rollout.engines]
 
     def supervise(self) -> bool:
         """Run until everything is done; False when drained before the end.
@@ -192,6 +198,7 @@ class Supervisor:
                     str(self.run.root),
                     "--die-with-parent",
                     str(os.getpid()),
+                    *child.arguments,
                 ],
                 stdin=subprocess.DEVNULL,
                 stdout=sink,

@@ -9,15 +9,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
 import subprocess
 import sys
+import threading
+import time
+import urllib.request
 from pathlib import Path
 from typing import Protocol
 
-from strawflow.errors import ConfigError, EngineError
+from strawflow.errors import ConfigError, ConflictError, EngineError
 from strawflow.flow import engines
 from strawflow.flow.session import WorkerSession
 from strawflow.ids import new_id
@@ -80,6 +84,38 @@ class FakeEngineProcess:
             self._process.wait()
 
 
+class AttachedEngine:
+    """An engine that someone else started and ends; it must be there within `patience_s` seconds."""
+
+    def __init__(self, url: str, *, patience_s: float = 60.0) -> None:
+        self.url = url.rstrip("/")
+        self._patience_s = patience_s
+        self._is_given_up = threading.Event()
+
+    def start(self) -> None:
+        return
+
+    def wait_ready(self) -> None:
+        deadline = time.monotonic() + self._patience_s
+        while (reason := self._ails()) is not None:
+            if self._is_given_up.wait(0.5) or time.monotonic() > deadline:
+                raise EngineError(f"the engine at {self.url} does not answer: {reason}")
+
+    def _ails(self) -> str | None:
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=10) as answer:
+                return None if answer.status == 200 else f"HTTP {answer.status}"
+        except (OSError, ValueError) as error:  # URLError is an OSError; ValueError: no address
+            return str(error)
+
+    def alive(self) -> bool:
+        return True  # its process is not ours to see; requests and health checks tell
+
+    def stop(self) -> None:
+        """Wait for it no longer; it lives on."""
+        self._is_given_up.set()
+
+
 def make_process(session: WorkerSession, *, model_path: Path, version_id: str) -> EngineProcess:
     """Return the (not yet started) engine the configuration asks for, its log in the run's folder."""
     config = session.run.config.rollout
@@ -110,8 +146,9 @@ def make_process(session: WorkerSession, *, model_path: Path, version_id: str) -
 class ServedEngine:
     """An engine process with its client; `serving` is what it last reported itself."""
 
-    def __init__(self, session: WorkerSession, *, num_connections: int) -> None:
+    def __init__(self, session: WorkerSession, *, num_connections: int, url: str | None = None) -> None:
         self._session = session
+        self._url = url
         self._num_connections = num_connections
         self._process: EngineProcess | None = None
         self._client: SglangClient | None = None
@@ -147,15 +184,24 @@ class ServedEngine:
             EngineError: it did not start, or serves something else.
         """
         folder = self._session.run.root / version.path
+        if self._url is not None:
+            await asyncio.to_thread(self._require_free, self._url)
         await self._tell(version.version_id, url="", build="starting")  # keeps its files from being removed
         await asyncio.to_thread(verify_weights, folder, version.digest)
-        self._process = make_process(self._session, model_path=folder, version_id=version.version_id)
+        if self._url is None:
+            self._process = make_process(self._session, model_path=folder, version_id=version.version_id)
+        else:
+            self._process = AttachedEngine(self._url)
         self._process.start()
         await asyncio.to_thread(self._process.wait_ready)
         self._client = SglangClient(self._process.url, max_connections=self._num_connections)
         info = await self._client.server_info()
         self.build = f"{self._session.run.config.rollout.engine} {info.get('version', '')}".strip()
-        await self._report(await self._client.weight_version(), version)
+        if self._url is None or await self._client.weight_version() == version.version_id:
+            await self._report(await self._client.weight_version(), version)
+        else:  # whatever an engine of others served until now, and whoever asked it
+            await self._client.abort()
+            await self.reload(version)
         if self._session.run.config.rollout.on_new_weights == "continue":
             self.can_continue = await self._probe_continue()
             if not self.can_continue:
@@ -203,8 +249,19 @@ class ServedEngine:
             return False
         return answer.tells_spans
 
+    def _require_free(self, url: str) -> None:
+        holders = [e.session_id for e in engines.listed(self._session.run) if e.url == url.rstrip("/")]
+        if set(holders) - {self._session.session_id}:
+            raise ConflictError(
+                f"the engine at {url} serves another worker already; an engine has one, which loads its weights",
+                session_id=holders[0],
+            )
+
     async def stop(self) -> None:
         if self._client is not None:
+            if self._url is not None:  # it lives on: nobody waits for these answers any more
+                with contextlib.suppress(EngineError):
+                    await self._client.abort()
             await self._client.close()
         if self._process is not None:
             await asyncio.to_thread(self._process.stop)

@@ -62,12 +62,13 @@ class HandIn(Protocol):
 class RolloutLoop:
     """Work until everything is planned and evaluated, or the worker is told to drain."""
 
-    def __init__(self, session: WorkerSession, drain: Drain) -> None:
+    def __init__(self, session: WorkerSession, drain: Drain, *, engine_url: str | None = None) -> None:
+        """`engine_url` names an engine that runs already; without it the worker starts one of its own."""
         self._session, self._drain = session, drain
         self._run = session.run
         self._config = session.run.config
         self._shelf = PromptShelf(session)
-        self._engine = ServedEngine(session, num_connections=1024)
+        self._engine = ServedEngine(session, num_connections=1024, url=engine_url)
         self._in_flight: dict[asyncio.Task[UnitResult], Grant] = {}
         self._finished: list[UnitResult] = []
         self._broken_off: list[UnitResult] = []
