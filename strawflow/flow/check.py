@@ -21,9 +21,11 @@ from strawflow.errors import (
     StorageError,
     StrawflowError,
 )
+from strawflow.flow import later_packs
+from strawflow.flow.index_place import SWEEP_BLOCKED
 from strawflow.flow.run import Run
 from strawflow.ids import Extent
-from strawflow.index import audit, checkpoints, liveness, packs, quarantine, weights
+from strawflow.index import audit, checkpoints, liveness, meta, packs, quarantine, weights
 from strawflow.index.packs import Pack
 from strawflow.packs.places import open_place
 from strawflow.packs.posix import file_of
@@ -103,6 +105,10 @@ def check(run: Run, *, on_pack: Callable[[Pack], None] | None = None) -> CheckRe
         if not any(looked.is_missing for looked in damaged):
             report.findings += _check_file(run, pack, extents, report)
     _count_unnamed_files(run, report)
+    with run.index.read() as connection:
+        is_told = meta.find(connection, SWEEP_BLOCKED) is not None
+    if not is_told and (later := later_packs.later_packs(run)):
+        report.findings.append(Finding("packs", later[0], later_packs.why(later)))
     return report
 
 

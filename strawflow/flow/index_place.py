@@ -20,19 +20,17 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TypeVar
 
-from strawflow import config as configuration
 from strawflow.config import RunConfig
 from strawflow.errors import (
     AlreadyExistsError,
     CommitUnknownError,
     ConflictError,
     IncompatibleFormatError,
-    NotFoundError,
     StorageError,
     StrawflowError,
 )
 from strawflow.flow.backup import partial_folder
-from strawflow.flow.run import CONFIG_FILE, INDEX_FILE, index_url
+from strawflow.flow.run import INDEX_FILE, index_url, stored_config
 from strawflow.index import dump, leases, meta, sessions, weights
 from strawflow.index.engine import REVISION, Connection, Index
 from strawflow.packs.sync import sync_path
@@ -81,10 +79,7 @@ def look(root: Path) -> Target:
         IncompatibleFormatError: the index there is of another revision.
         ConflictError: a worker lives in it, or a process has a lost or damaged file open.
     """
-    path = root / CONFIG_FILE
-    if not path.exists():
-        raise NotFoundError(f"{root} is no run: it has no {CONFIG_FILE}; see `strawflow run list`")
-    config = configuration.from_json(path.read_text(encoding="utf-8"), path=str(path))
+    config = stored_config(root)
     url = index_url(root, config)
     file = dump.sqlite_file(url)
     with opened_index(url, config) as index:

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+from strawflow.flow import later_packs
 from strawflow.flow.index_place import SWEEP_BLOCKED
 from strawflow.flow.run import Run
 from strawflow.flow.sweep import Collected, Item, folders_without_a_row
@@ -42,6 +43,7 @@ def reconcile(run: Run, *, accepts: bool = False, accepts_missing: bool = False)
     may = accepts and (num_missing == 0 or accepts_missing)
     if may:
         with run.index.begin() as connection:
+            later_packs.accept(run, connection)
             if meta.find(connection, SWEEP_BLOCKED) is not None:
                 meta.remove(connection, SWEEP_BLOCKED)
                 events.record(connection, "storage.reconciled", num_missing=num_missing, num_packs=len(ends))

@@ -104,13 +104,10 @@ def open_run(root: Path) -> Run:
         NotFoundError: the folder is no run.
         IncompatibleFormatError: its index is of another revision.
         ConflictError: its index is that of another run.
-        ConfigError: its SQLite index lies on a network file system.
+        ConfigError: config.json cannot be read, or its SQLite index lies on a network file system.
     """
     root = root.resolve()
-    path = root / CONFIG_FILE
-    if not path.exists():
-        raise NotFoundError(f"{root} is no run: it has no {CONFIG_FILE}; see `strawflow run list`")
-    config = configuration.from_json(path.read_text(encoding="utf-8"), path=str(path))
+    config = stored_config(root)
     if not config.run.index_url and not (root / INDEX_FILE).exists():
         raise NotFoundError(
             f"{root} has no {INDEX_FILE}: the run's index is lost; `strawflow index restore` brings a backup back, "
@@ -132,6 +129,25 @@ def open_run(root: Path) -> Run:
             url=index.shown_url,
         )
     return Run(root, config, index, branch)
+
+
+def stored_config(root: Path) -> RunConfig:
+    """Read the configuration that a run was created with.
+
+    Raises:
+        NotFoundError: the folder is no run.
+        ConfigError: the file cannot be read, or does not match this program's configuration.
+    """
+    path = root / CONFIG_FILE
+    if not path.exists():
+        raise NotFoundError(f"{root} is no run: it has no {CONFIG_FILE}; see `strawflow run list`")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}; bring it back from a copy") from None
+    if not text.strip():
+        raise ConfigError(f"{path} is empty; bring it back from a copy")
+    return configuration.from_json(text, path=str(path))
 
 
 def open_index(root: Path, config: RunConfig) -> Index:

@@ -35,6 +35,7 @@ from strawflow import faults
 from strawflow.errors import ConflictError, StorageError
 from strawflow.flow.found_lines import read_manifests
 from strawflow.flow.index_place import SWEEP_BLOCKED
+from strawflow.flow.later_packs import later_packs, why
 from strawflow.flow.quota import tree_bytes
 from strawflow.flow.run import Run
 from strawflow.flow.session import STALL_S, WorkerSession
@@ -96,6 +97,7 @@ class Collected:
 
 def plan_sweep(run: Run) -> Collected:
     """Say what `sweep` would do; changes nothing. Raises what it would."""
+    _refuse_an_older_index(run)
     grace_s = run.config.storage.sweep_grace_s
     with run.index.read() as connection:
         refuse_if_blocked(connection)
@@ -130,6 +132,7 @@ def sweep(session: WorkerSession) -> Collected:
     """
     run, grace_s = session.run, session.run.config.storage.sweep_grace_s
     done = Collected(True)
+    _refuse_an_older_index(run)
     with run.index.begin() as connection:
         refuse_if_blocked(connection)
         if num_void := pins.drop_void(connection):
@@ -156,6 +159,12 @@ def sweep(session: WorkerSession) -> Collected:
 def quiet_s(run: Run) -> float:
     """Return how long ago a live session must have sealed a pack to be done with it."""
     return max(run.config.storage.sweep_grace_s, REFERENCE_AGE_S)
+
+
+def _refuse_an_older_index(run: Run) -> None:
+    """Raise ConflictError when the packs tell of a later index: what this one does not name was accepted."""
+    if later := later_packs(run):
+        raise ConflictError(f"no byte may be collected: {why(later)}")
 
 
 def refuse_if_blocked(connection: Connection) -> None:

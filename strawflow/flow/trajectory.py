@@ -23,6 +23,9 @@ NOT_SAMPLED = -1
 ALIGNED_OR_NULL = ("loss_mask", "token_versions")
 """Columns of one item a token, or null where one word tells them all."""
 
+MAX_LOGPROB = 1e-4
+"""Above: not a log-probability; up to here it is rounding."""
+
 PARTIAL = "partial"
 STATUSES = ("finished", "truncated", "failed", PARTIAL)
 """What a member may be; partial only while its group is parked."""
@@ -97,6 +100,14 @@ class Member:
         # One pass: a sum of finite float32 values in float64 cannot overflow, and NaN or infinity shows in it.
         if not math.isfinite(self.logprob_array.sum(dtype=np.float64)):
             raise InvalidInputError(f"member {self.member}: a log-probability is not finite")
+        if self.logprob_array.max(initial=0.0) > MAX_LOGPROB:
+            raise InvalidInputError(
+                f"member {self.member}: a log-probability is above 0; hand in natural logarithms"
+            )
+        if self.token_array.min(initial=0) < 0:
+            raise InvalidInputError(
+                f"member {self.member}: a token is below 0; tokens are ids of the vocabulary"
+            )
         for name, number in (("reward", self.reward), ("score", self.score)):
             if number is not None and not math.isfinite(number):  # no JSON number, and no mean of a group
                 raise InvalidInputError(

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from strawflow.flow import consume, history, retire
+from strawflow.flow import by_reference, consume, history, retire
 from strawflow.flow.placed import read_extents
 from strawflow.flow.run import Run
 from strawflow.index import carry, consumers, units
@@ -75,7 +75,11 @@ def check_packed_once(run: Run, fates: dict[int, str]) -> None:
 
 
 def _members(run: Run, reader: PackReader, batch: Batch) -> Iterator[pa.RecordBatch]:
-    """Yield rows that name the trained members of a batch: the packed ones, or those of its plan once they are given up."""
+    """Yield rows that name the trained members of a batch: the packed ones, those it refers to, or those of its plan once
+    they are given up."""
+    if batch.state is not BatchState.RETIRED and batch.objective == by_reference.OBJECTIVE:
+        yield from by_reference.rows_of(run, reader, batch).to_batches()
+        return
     if batch.state is not BatchState.RETIRED:
         yield from (rows for _, rows in consume.read_batch(run, reader, batch))
         return

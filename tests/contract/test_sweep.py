@@ -19,6 +19,7 @@ from strawflow.flow import assemble, consume, pins, rescue
 from strawflow.flow import claim as claiming
 from strawflow.flow import complete as completing
 from strawflow.flow import sweep as sweeping
+from strawflow.flow.check import check
 from strawflow.flow.claim import Grant, PromptShelf
 from strawflow.flow.index_place import SWEEP_BLOCKED
 from strawflow.flow.reconcile import MISSING, reconcile
@@ -31,7 +32,9 @@ from strawflow.index import events, meta, packs, sessions, units
 from strawflow.index import pins as index_pins
 from strawflow.index import tables as t
 from strawflow.index.pins import PinKind
+from strawflow.packs.writer import PackWriter
 from strawflow.states import PackState
+from strawflow.testing.pack_rows import made_up_rows
 from strawflow.testing.postgres import PostgresServer
 from strawflow.testing.runs import SmallRun, prompt_lines, small_run
 from tests.conftest import CliResult
@@ -104,6 +107,24 @@ def test_a_writer_that_slept_through_a_restore_seals_no_pack_of_another(small: S
         # Its own pack had this id in the index of before.
         assert not packs.seal(connection, pack_id, path="packs/plan/before.arrow", num_bytes=1, num_rows=0)
     assert state_of(small.run, path) is PackState.OPEN
+
+
+def test_an_older_copy_of_the_index_collects_nothing_that_it_has_never_heard_of(small: SmallRun) -> None:
+    """A snapshot put back by hand, a database rolled back in time: what was accepted since is no orphan."""
+    unheard_of = {f"packs/plan/{new_id('later')}.arrow" for _ in range(2)}
+    for path in unheard_of:
+        later = PackWriter(small.run.root, pack_id=99, path=path, kind="plan", durability="process")
+        later.append(made_up_rows("plan", 3))
+        later.abandon("its writer was killed")
+    for act in (sweeping.plan_sweep, sweep):
+        with pytest.raises(ConflictError, match="and 1 more: rows that this index never named"):
+            act(small.run)
+    (finding,) = check(small.run).findings
+    assert finding.subject == min(unheard_of)
+    assert not reconcile(small.run).done, "a look accepts nothing"
+    reconcile(small.run, accepts=True)
+    assert check(small.run).is_sound
+    assert {i.subject for i in sweep(small.run)} >= unheard_of
 
 
 # ---- what goes

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from strawflow.config import RunConfig, load_config
+from strawflow.errors import ConfigError
 from strawflow.index import migrate
 from strawflow.index.engine import Index
 from strawflow.testing.runs import prompt_lines
@@ -312,3 +313,19 @@ def test_an_unknown_exception_shows_its_traceback_and_exits_1(tmp_path: Path, cl
     )
     assert done.returncode == 1
     assert "UnicodeDecodeError" in done.stderr
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe{", None], ids=["empty", "no text", "a folder"])
+def test_a_config_that_cannot_be_read_is_one_line(cli: Cli, tmp_path: Path, content: bytes | None) -> None:
+    create(cli, "a")
+    path = tmp_path / "runs/a/config.json"
+    path.unlink()
+    if content is None:
+        path.mkdir()
+    else:
+        path.write_bytes(content)
+    for command in (("status", "a"), ("index", "rebuild", "a")):
+        result = cli(*command)
+        assert result.code == ConfigError.exit_code
+        assert result.err.count("\n") == 1
+        assert "config.json" in result.err

@@ -124,6 +124,8 @@ def test_a_failed_member_is_a_row_with_its_reason_and_no_reward() -> None:
         ({"logprobs": [-0.5, -0.25]}, "3 tokens, 2 log-probabilities"),
         ({"token_versions": ["v2"]}, "1 versions"),
         ({"logprobs": [-0.5, float("nan"), -1.0]}, "not finite"),
+        ({"logprobs": [-0.5, 0.5, -1.0]}, "above 0"),
+        ({"response_tokens": [7, -8, 9]}, "token is below 0"),
         ({"status": "failed"}, "needs its reason"),
         ({"failure": "why"}, "must have none"),
         ({"status": "failed", "failure": "why"}, "has no reward"),

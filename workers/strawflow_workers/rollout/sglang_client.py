@@ -20,12 +20,11 @@ from typing import Any
 import aiohttp
 
 from strawflow.errors import ConfigError, EngineError, InvalidInputError
+from strawflow.flow.trajectory import MAX_LOGPROB
 
 ORIGINAL_LOGPROB_VARIABLE = "SGLANG_RETURN_ORIGINAL_LOGPROB"
 MASKED_LOGPROB = -9000.0
 """At or below: a placeholder for a value that was never computed, not a probability."""
-MAX_LOGPROB = 1e-4
-"""Above: not a log-probability; up to here it is rounding."""
 
 _IDLE_S = 2.0
 """An idle connection is closed here first. SGLang's server closes it after 5 s: a request sent at that moment on a
