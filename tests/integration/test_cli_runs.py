@@ -304,15 +304,15 @@ def test_ctrl_c_exits_130(cli: Cli, tmp_path: Path) -> None:
 
 def test_an_unknown_exception_shows_its_traceback_and_exits_1(tmp_path: Path, cli: Cli) -> None:
     create(cli, "a")
-    (tmp_path / "runs/a/config.json").write_bytes(b"\xff")
-    done = subprocess.run(
-        [sys.executable, "-m", "strawflow.cli.main", "status", "a"],
-        capture_output=True,
-        text=True,
-        timeout=60,
+    broken = (
+        "import sys, strawflow.flow.run as run, strawflow.cli.main as program\n"
+        "run.stored_config = lambda root: 1 / 0\n"
+        "sys.argv = ['strawflow', 'status', 'a']\n"
+        "program.main()\n"
     )
+    done = subprocess.run([sys.executable, "-c", broken], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
-    assert "UnicodeDecodeError" in done.stderr
+    assert "ZeroDivisionError" in done.stderr
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe{", None], ids=["empty", "no text", "a folder"])
