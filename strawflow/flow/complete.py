@@ -10,7 +10,8 @@ from strawflow.errors import LeaseLostError
 from strawflow.flow.session import WorkerSession
 from strawflow.flow.submission import Submission
 from strawflow.flow.trajectory import UnitResult
-from strawflow.index.leases import Failure
+from strawflow.index.leases import Failure, Wanted
+from strawflow.index.units import Unit
 from strawflow.states import UnitState
 
 
@@ -21,12 +22,20 @@ class Receipt:
     accepted: tuple[int, ...]
     lost: tuple[int, ...]
     """Units whose lease had been taken over: their rows lie in the pack but are nobody's result."""
+    granted: tuple[Unit, ...] = ()
 
 
-def complete(session: WorkerSession, results: Sequence[UnitResult], *, submission_id: str) -> Receipt:
-    """Store the results of leased units; a lost lease of one does not touch the others.
+def complete(
+    session: WorkerSession,
+    results: Sequence[UnitResult],
+    *,
+    submission_id: str,
+    wanted: Wanted | None = None,
+) -> Receipt:
+    """Store the results of leased units, and lease what is `wanted` next in the same transaction.
 
-    Idempotent: the same submission id with the same content returns the first receipt.
+    A lost lease of one does not touch the others. Idempotent: the same submission id with the same content returns the first
+    receipt; what it granted only as far as it is still held.
 
     Raises:
         InvalidInputError: a member's arrays are not parallel, or a failed member carries a reward.
@@ -34,8 +43,10 @@ def complete(session: WorkerSession, results: Sequence[UnitResult], *, submissio
         LeaseLostError: the whole session was declared lost.
     """
     faults.at("rollout.before_complete")
-    answer = session.exchange.submit(Submission(submission_id, results=results))
-    return Receipt(answer.accepted, answer.lost)
+    answer = session.exchange.submit(Submission(submission_id, results=results, wanted=wanted))
+    if wanted is not None:
+        faults.at("rollout.after_claim")
+    return Receipt(answer.accepted, answer.lost, answer.granted)
 
 
 def park(session: WorkerSession, progress: Sequence[UnitResult], *, submission_id: str) -> Receipt:

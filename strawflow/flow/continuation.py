@@ -14,7 +14,7 @@ import pyarrow as pa
 from strawflow.flow.claim import Grant
 from strawflow.flow.session import WorkerSession
 from strawflow.flow.trajectory import NOT_SAMPLED, Member
-from strawflow.index import events, weights
+from strawflow.index import consumers, events, weights
 from strawflow.index.events import Event
 
 log = logging.getLogger(__name__)
@@ -45,11 +45,11 @@ def _member(row: dict[str, object]) -> Member:
     )
 
 
-def without_outdated(session: WorkerSession, grants: Sequence[Grant], *, planned: int) -> list[Grant]:
+def without_outdated(session: WorkerSession, grants: Sequence[Grant]) -> list[Grant]:
     """Return the grants, those pristine whose saved tokens could not be trained any more; each is told as an event.
 
-    `planned` is the last step with a batch: the group is trained at `planned` + 1 at the earliest, applied to the weights of
-    step `planned`. Tokens of weights that the branch went back behind (dead) are never trained either.
+    With p the last step that has a batch, a group is trained at p + 1 at the earliest, applied to the weights of step p.
+    Tokens of weights that the branch went back behind (dead) are never trained either.
     """
     versions = {g.unit_id: _versions(g) for g in grants if g.continuation is not None}
     if not versions:
@@ -58,6 +58,7 @@ def without_outdated(session: WorkerSession, grants: Sequence[Grant], *, planned
     with run.index.read() as connection:
         found = {v: weights.find(connection, v) for v in sorted(set().union(*versions.values()))}
         dead = weights.dead_ids(connection, run.branch)
+        planned = consumers.find(connection, run.branch, run.consumer).planned
     dropped: dict[int, str] = {}
     for unit_id, of_unit in versions.items():
         steps = [version.step for v in of_unit if (version := found[v]) is not None]

@@ -16,14 +16,17 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from dataclasses import dataclass
+from typing import TypeVar
 
 from strawflow.errors import CommitUnknownError, ConfigError, EngineError, WorkerFailedError
 from strawflow.flow import admit, claim, complete, continuation, progress, publish_weights, rescue
 from strawflow.flow.claim import Grant, PromptShelf
+from strawflow.flow.progress import Standing
 from strawflow.flow.session import WorkerSession
 from strawflow.flow.trajectory import PARTIAL, UnitResult
 from strawflow.ids import new_id
+from strawflow.index.leases import Wanted
 from strawflow.index.weights import WeightVersion
 from strawflow_workers.drain import Drain
 from strawflow_workers.rollout.demonstrations import demonstration
@@ -38,6 +41,8 @@ log = logging.getLogger(__name__)
 
 IDLE_S = 0.03
 """Pause of the main loop when nothing is to do."""
+LOOK_S = 0.05
+"""How often, while there is work, weights and progress are looked at: each look is some reads in the way of responses."""
 UPKEEP_S = 1.0
 """How often expired sessions are looked for."""
 EVAL_UNITS_FACTOR = 8
@@ -51,12 +56,13 @@ MAX_ENGINE_FAILURES = 8
 T = TypeVar("T")
 
 
-class HandIn(Protocol):
-    """`complete.complete` or `complete.park`."""
+@dataclass(frozen=True)
+class _Seen:
+    """The last look at the index."""
 
-    def __call__(
-        self, session: WorkerSession, results: Sequence[UnitResult], /, *, submission_id: str
-    ) -> complete.Receipt: ...
+    at: float
+    target: WeightVersion | None
+    standing: Standing
 
 
 class RolloutLoop:
@@ -76,6 +82,7 @@ class RolloutLoop:
         self._demonstrations_left = self._config.warm_start.steps > 0
         self._failures_in_a_row = 0
         self._claims_from = 0.0
+        self._seen: _Seen | None = None
 
     async def run(self) -> None:
         """Work until done.
@@ -124,16 +131,26 @@ class RolloutLoop:
         """One round with a ready engine; True when something moved."""
         if not self._engine.alive():
             raise EngineError("the engine's process ended; this worker starts again with a new one")
-        moved = await self._collect()
-        # Admission before the look at the weights: what newer weights allow is never claimed for older ones.
-        await self._blocking(lambda: admit.admit_due(self._session))
-        target = await self._blocking(lambda: publish_weights.version_to_serve(self._run))
-        if target is not None and target.version_id != self._engine.serving:
-            if not await self._make_way():
-                return moved
-            await (self._engine.reload_inside if self._in_flight else self._engine.reload)(target)
-            moved = True
-        return await self._fill() or moved
+        await self._gather_done()
+        if self._seen is None or time.monotonic() - self._seen.at >= LOOK_S:
+            self._seen = await self._blocking(self._look)
+        seen = self._seen
+        if seen.target is None or seen.target.version_id == self._engine.serving:
+            return await self._store_and_fill(seen.standing)
+        moved = await self._store()
+        if await self._make_way():
+            await (self._engine.reload_inside if self._in_flight else self._engine.reload)(seen.target)
+            moved = await self._store_and_fill(seen.standing) or moved
+        return moved
+
+    def _look(self) -> _Seen:
+        """Admit what is due and see which weights to serve and how far the run is; index work, in a thread.
+
+        Admission comes before the look at the weights: what newer weights allow is never claimed for older ones.
+        """
+        admit.admit_due(self._session)
+        target = publish_weights.version_to_serve(self._run)
+        return _Seen(time.monotonic(), target, progress.standing(self._run))
 
     async def _make_way(self) -> bool:
         """Bring what is in flight to where other weights may be loaded; False while it is waited for."""
@@ -154,27 +171,34 @@ class RolloutLoop:
             while self._in_flight:
                 # Again and again: a request may still have been on its way when the others were ended.
                 await self._engine.client.abort()
-                await self._collect()
+                await self._gather_done()
+                await self._store()
                 self._session.mark_progress()
         finally:
             self._engine.is_interrupted = False
 
-    async def _collect(self) -> bool:
-        """Complete what has finished; units whose generation failed end their attempt with the error."""
+    async def _gather_done(self) -> None:
+        """Wait a moment for responses; units whose generation failed end their attempt with the error."""
         if self._in_flight:
             done, _ = await asyncio.wait(self._in_flight, timeout=IDLE_S, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 grant = self._in_flight.pop(task)
                 await self._settle(task, grant)
-        if not self._finished and not self._broken_off:
-            return False
-        if self._finished:
-            results, self._finished = self._finished, []
-            await self._hand_in("complete", complete.complete, results)
+
+    async def _store(self, wanted: Wanted | None = None) -> bool:
+        """Complete what is finished and park what was broken off; completing leases what is `wanted` next, too."""
+        moved = bool(self._finished or self._broken_off)
         if self._broken_off:
             progress, self._broken_off = self._broken_off, []
-            await self._hand_in("park", complete.park, progress)
-        return True
+            await self._hand_in("park", lambda i: complete.park(self._session, progress, submission_id=i))
+        if self._finished:
+            results, self._finished = self._finished, []
+            grants = await self._hand_in(
+                "complete",
+                lambda i: complete.complete(self._session, results, submission_id=i, wanted=wanted),
+            )
+            await self._begin(grants)
+        return moved
 
     async def _settle(self, task: asyncio.Task[UnitResult], grant: Grant) -> None:
         error = task.exception()
@@ -218,41 +242,51 @@ class RolloutLoop:
             raise EngineError(f"the engine refused {self._failures_in_a_row} requests in a row: {error}")
         self._claims_from = time.monotonic() + min(0.1 * 2**self._failures_in_a_row, 5.0)
 
-    async def _hand_in(self, what: str, hand_in: HandIn, results: list[UnitResult]) -> None:
+    async def _hand_in(self, what: str, hand_in: Callable[[str], complete.Receipt]) -> list[Grant]:
+        """Hand in under a submission id, once more under the same when the answer is lost; returns what was leased with it."""
         submission_id = new_id(what)
 
-        def submit() -> complete.Receipt:
-            return hand_in(self._session, results, submission_id=submission_id)
+        def submit() -> tuple[complete.Receipt, list[Grant]]:
+            receipt = hand_in(submission_id)
+            return receipt, claim.grants_of(self._session, self._shelf, receipt.granted)
 
         try:
-            receipt = await self._blocking(submit)
+            receipt, grants = await self._blocking(submit)
         except CommitUnknownError as error:  # the same id gets the same receipt, committed before or not
             log.warning("what was sampled is handed in again: %s", error)
-            receipt = await self._blocking(submit)
+            receipt, grants = await self._blocking(submit)
         if receipt.lost:
             log.warning("leases of units %s had been taken over; their results are not taken", receipt.lost)
+        return grants
 
-    async def _fill(self) -> bool:
-        """Claim up to the room left and start generating."""
-        standing = await self._blocking(lambda: progress.standing(self._run))
+    async def _store_and_fill(self, standing: Standing) -> bool:
+        """Store what there is, lease up to the room left, and begin."""
+        wanted = self._wanted(standing)
+        if self._finished or wanted is None:
+            return await self._store(wanted)
+        moved = await self._store()
+        grants = await self._claim(wanted.limit, wanted.purposes or ())
+        await self._begin(grants)
+        return bool(grants) or moved
+
+    def _wanted(self, standing: Standing) -> Wanted | None:
         fresh = self._engine.serving_step >= standing.planned - self._config.rollout.max_staleness
         purposes = ["eval", "train"] if fresh else ["eval"]
         room = self._config.rollout.units_in_flight * (EVAL_UNITS_FACTOR if standing.evaluating else 1)
         room -= len(self._in_flight)
         if room <= 0 or self._engine.serving is None or time.monotonic() < self._claims_from:
-            return False
-        grants = await self._claim(room, purposes)
+            return None
+        return Wanted(room, self._engine.serving, tuple(purposes))
+
+    async def _begin(self, grants: list[Grant]) -> None:
+        """Start generating for what was leased."""
         if any(grant.continuation is not None for grant in grants):
-            planned = standing.planned
-            grants = await self._blocking(
-                lambda: continuation.without_outdated(self._session, grants, planned=planned)
-            )
+            grants = await self._blocking(lambda: continuation.without_outdated(self._session, grants))
         for grant in grants:
             task = asyncio.create_task(self._generator.generate(grant))
             self._in_flight[task] = grant
-        return bool(grants)
 
-    async def _claim(self, limit: int, purposes: list[str]) -> list[Grant]:
+    async def _claim(self, limit: int, purposes: Sequence[str]) -> list[Grant]:
         serving = self._engine.serving
         return await self._blocking(
             lambda: claim.claim(
@@ -271,21 +305,25 @@ class RolloutLoop:
             except Exception as error:  # the row's own fault: its attempt failed, the others go on
                 await self._fail(grant, error)
         if results:
-            await self._hand_in("complete", complete.complete, results)
+            await self._hand_in(
+                "complete", lambda i: complete.complete(self._session, results, submission_id=i)
+            )
         return bool(grants)
 
     async def _upkeep(self) -> None:
         if time.monotonic() - self._upkeep_at >= UPKEEP_S:
             self._upkeep_at = time.monotonic()
             await self._blocking(lambda: rescue.rescue_expired(self._run))
-            await self._blocking(lambda: admit.admit_due(self._session))
             if self._demonstrations_left:
+                await self._blocking(lambda: admit.admit_due(self._session))
+                self._seen = None  # what was admitted may be for newer weights
                 planned = (await self._blocking(lambda: progress.standing(self._run))).planned
                 self._demonstrations_left = planned < self._config.warm_start.steps
 
     async def _give_back(self) -> None:
         """Drain: store what is finished and what was generated of the rest; what nothing came of is given back."""
-        await self._collect()
+        await self._gather_done()
+        await self._store()
         if self._in_flight and self._engine.alive():
             try:
                 await asyncio.wait_for(self._break_off(), BREAK_OFF_S)

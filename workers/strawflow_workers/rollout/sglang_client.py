@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any
 
 import aiohttp
+import numpy as np
 
 from strawflow.errors import ConfigError, EngineError, InvalidInputError
 from strawflow.flow.trajectory import MAX_LOGPROB
@@ -285,6 +286,8 @@ def _logprobs(meta: Mapping[str, Any], output_ids: list[int], engine: str) -> li
         raise EngineResponseError(
             f"{len(entries)} log-probabilities for {len(output_ids)} tokens", engine=engine
         )
+    if (sound := _all_sound(entries, output_ids)) is not None:
+        return sound
     logprobs = []
     for place, (entry, token) in enumerate(zip(entries, output_ids, strict=True)):
         if not isinstance(entry, (list, tuple)) or len(entry) < 2:
@@ -304,6 +307,20 @@ def _logprobs(meta: Mapping[str, Any], output_ids: list[int], engine: str) -> li
             raise EngineResponseError(f"log-probability {place} is {value!r}", engine=engine)
         logprobs.append(float(value))
     return logprobs
+
+
+def _all_sound(entries: list[Any], output_ids: list[int]) -> list[float] | None:
+    """Return the log-probabilities when nothing is wrong with any: all at once, as a response has thousands. None otherwise."""
+    try:
+        values = [entry[0] for entry in entries]
+        if [entry[1] for entry in entries] != output_ids:
+            return None
+    except (TypeError, IndexError, KeyError):
+        return None
+    found = np.array(values)
+    if found.dtype != np.float64 or not ((found > MASKED_LOGPROB) & (found <= MAX_LOGPROB)).all():
+        return None  # NaN compares as false
+    return values
 
 
 def _weight_versions(meta: Mapping[str, Any], num_tokens: int, engine: str) -> list[str]:

@@ -1,0 +1,208 @@
+"""How much of an engine's speed is left behind a rollout worker that stores everything, against a bare client.
+
+    python bench/rollout.py [--quick] [--json] [--folder DIR] [--only SECTION]
+
+Both sides ask the same engine for the same prompts with the same number of requests at once; the worker also scores every
+sample, and a group counts once its completion is durable. Rows and rounds are explained in bench/rows.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from quick_engine import LABEL, QuickEngine
+from rows import Bench, Row, alone, at_least, compare, main, take_turns
+
+import strawflow
+from strawflow.flow import consume, publish_weights
+from strawflow.flow.session import WorkerSession
+from strawflow.index import units
+from strawflow.states import UnitState
+from strawflow.weights.verify import weights_digest
+from strawflow_workers.drain import Drain
+from strawflow_workers.quickstart.model import TINY, make_model
+from strawflow_workers.rollout.generate import sampling_params
+from strawflow_workers.rollout.loop import RolloutLoop
+from strawflow_workers.rollout.sglang_server import SglangOptions, SglangServer
+
+GROUPS_AT_ONCE = 32
+SAMPLES = 8
+
+
+class Rollout:
+    """A run with a rollout worker in a thread of this process, which goes on until this is left."""
+
+    def __init__(self, folder: Path, *, url: str, tokens: int, label: str | None, engine: str) -> None:
+        model = make_model(folder / "model", seed=0, shape=TINY)
+        self.store = strawflow.create(
+            folder / "run",
+            prompts=[{"prompt": f"word{number}", "label": "drow"} for number in range(4096)],
+            settings={
+                "model.path": str(model),
+                "rollout.engine": engine,
+                "rollout.prompts_per_step": 1,
+                "rollout.samples_per_prompt": SAMPLES,
+                "rollout.max_response_tokens": tokens,
+                "rollout.units_in_flight": GROUPS_AT_ONCE,
+                "trainer.steps": 1,
+            },
+        )
+        self._url, self._label = url, label
+        self._drain = Drain()
+        self._thread = threading.Thread(target=self._work)
+        self._error: BaseException | None = None
+        self._num_asked = 0
+
+    def __enter__(self) -> Rollout:
+        self._publish()
+        self._thread.start()
+        self.groups(1)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._drain.request()
+        self._thread.join()
+        self.store.close()
+
+    def _publish(self) -> None:
+        run = self.store.run
+        with WorkerSession(run, "train") as session:
+            taken = consume.take_over(session)
+            assert taken is not None
+            digest = weights_digest(run.model_path / "model.safetensors")
+            version_id = self._label or publish_weights.version_name(run, taken.role, step=0, digest=digest)
+            shutil.copytree(run.model_path, run.root / publish_weights.weights_path(version_id))
+            publish_weights.publish_weights(session, taken.role, step=0, version_id=version_id, digest=digest)
+
+    def _work(self) -> None:
+        try:
+            with WorkerSession(self.store.run, "rollout") as session:
+                asyncio.run(RolloutLoop(session, self._drain, engine_url=self._url).run())
+        except BaseException as error:
+            self._error = error
+
+    def groups(self, count: int) -> float:
+        """Have `count` groups sampled, scored and completed durably; returns seconds."""
+        started = time.perf_counter()
+        self._num_asked += self.store.admit(count)
+        while self._num_done() < self._num_asked:
+            if self._error is not None:
+                raise self._error
+            time.sleep(0.005)
+        return time.perf_counter() - started
+
+    def num_tokens(self) -> int:
+        """Return the response tokens of all completed groups."""
+        run = self.store.run
+        with run.index.read() as connection:
+            return units.total_tokens(connection, run.branch)
+
+    def _num_done(self) -> int:
+        run = self.store.run
+        with run.index.read() as connection:
+            counts = units.count_by_state(connection, run.branch)
+        return counts.get(("train", UnitState.COMPLETED), 0)
+
+
+def bare_client(url: str, count: int, *, params: dict[str, Any]) -> tuple[float, float]:
+    """Ask for `count` groups as plainly as can be, the answers parsed from JSON; returns (tokens, samples) a second."""
+
+    async def ask() -> tuple[float, float]:
+        num_tokens = 0
+        connector = aiohttp.TCPConnector(limit=GROUPS_AT_ONCE)
+        numbers = iter(range(count))
+        async with aiohttp.ClientSession(connector=connector) as session:
+
+            async def one_after_another() -> None:
+                nonlocal num_tokens
+                for number in numbers:
+                    body = {
+                        "input_ids": list(f"word{number}".encode()),
+                        "sampling_params": params,
+                        "return_logprob": True,
+                        "stream": False,
+                    }
+                    async with session.post(f"{url}/generate", json=body) as answer:
+                        found = await answer.json()
+                        assert len(found) == SAMPLES
+                        num_tokens += sum(len(sample["output_ids"]) for sample in found)
+
+            started = time.perf_counter()
+            await asyncio.gather(*(one_after_another() for _ in range(GROUPS_AT_ONCE)))
+            seconds = time.perf_counter() - started
+            return num_tokens / seconds, count * SAMPLES / seconds
+
+    return asyncio.run(ask())
+
+
+def quick(bench: Bench) -> Iterator[Row]:
+    """An engine that answers in 5 ms: how many samples a worker process completes."""
+    tokens, count = 32, bench.pick(128, 512)
+    with (
+        QuickEngine(tokens=tokens, samples=SAMPLES, delay_s=0.005) as engine,
+        Rollout(bench.path("quick"), url=engine.url, tokens=tokens, label=LABEL, engine="fake") as rollout,
+    ):
+        params = sampling_params(rollout.store.run.config.profiles()["train"], num_samples=SAMPLES)
+        rates = take_turns(
+            {
+                "ours": lambda: count * SAMPLES / rollout.groups(count),
+                "bare": lambda: bare_client(engine.url, count, params=params)[1],
+            },
+            bench.rounds,
+        )
+    yield alone(
+        f"samples of {tokens} tokens completed, engine of 5 ms",
+        rates["ours"],
+        "samples/s",
+        target=at_least(2000),
+    )
+    yield compare("the same", rates["ours"], "samples/s", against="bare client", theirs=rates["bare"])
+
+
+@contextmanager
+def sglang(folder: Path) -> Iterator[str]:
+    """A real SGLang server on this machine with a small random model; yields its address."""
+    model = make_model(folder / "served", seed=0, shape=TINY)
+    options = SglangOptions(model_path=model, log_path=folder / "sglang.log", weight_version="before")
+    with SglangServer(options) as server:
+        yield server.url
+
+
+def real(bench: Bench) -> Iterator[Row]:
+    """Real SGLang on the CPU (or the GPU, where there is one): tokens a second behind the worker and without it."""
+    tokens, count = 64, bench.pick(32, 96)
+    folder = bench.path("real")
+    with (
+        sglang(folder) as url,
+        Rollout(folder, url=url, tokens=tokens, label=None, engine="sglang") as rollout,
+    ):
+        params = sampling_params(rollout.store.run.config.profiles()["train"], num_samples=SAMPLES)
+
+        def ours() -> float:
+            before = rollout.num_tokens()
+            seconds = rollout.groups(count)
+            return (rollout.num_tokens() - before) / seconds
+
+        rates = take_turns(
+            {"ours": ours, "bare": lambda: bare_client(url, count, params=params)[0]}, bench.rounds
+        )
+    yield compare(
+        "SGLang: tokens of groups of 8 completed durably",
+        rates["ours"],
+        "tokens/s",
+        against="bare client",
+        theirs=rates["bare"],
+        target=at_least(0.97),
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(__doc__ or "", {"quick": quick, "real": real}))
