@@ -28,6 +28,7 @@ from strawflow.flow.run import Run, create_run, open_run
 from strawflow.flow.session import WorkerSession
 from strawflow.prompts.row import PromptKeys
 from strawflow.prompts.source import PromptSource
+from strawflow.source import Source
 from strawflow.worker import Worker
 
 _ROW_KEYS = ("prompt", "label", "metadata")
@@ -104,6 +105,10 @@ class Store:
             with path.open("w", encoding="utf-8") as file:
                 file.writelines(_line(row, number) for number, row in enumerate(prompts, start=1))
             return self._enqueue(PromptSource(path, name=_SOURCE), dataset, priority, PromptKeys(*_ROW_KEYS))
+
+    def source(self, dataset: str = admit.PROMPTS) -> Source:
+        """Return a source of prompts whose own state is stored with the work that came of it."""
+        return Source(self._run, self._writer, self.enqueue, dataset)
 
     def admit(
         self,

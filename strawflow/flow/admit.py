@@ -172,6 +172,47 @@ def admit_more(
     )
 
 
+@dataclass(frozen=True)
+class SourceStep:
+    """What a source of prompts with a state of its own hands in beside them."""
+
+    state: str
+    """What it goes on from after them: JSON."""
+    version: int
+    """Of the dataset's cursor when the state before was read."""
+
+
+def admit_rest(
+    session: WorkerSession, step: SourceStep, *, dataset_id: str, schedule: Schedule = AT_ONCE
+) -> int:
+    """Admit all prompts of a dataset that were never admitted, the source's state in the same transaction.
+
+    Returns how many. Nothing is stored where there is nothing to admit, or too little disk is left.
+
+    Raises:
+        ConflictError: something was admitted from the dataset since the state before was read; nothing changed.
+        InvalidInputError: the schedule cannot be.
+    """
+    branch = session.run.branch
+    schedule.require_valid()
+
+    def limits(connection: Connection) -> list[tuple[str, str, int]]:
+        at = datasets.cursor(connection, branch, dataset_id)
+        if at.version != step.version:
+            raise SourceMovedError(
+                f"prompts of dataset {dataset_id!r} were admitted by another since its source was read: read it again",
+                dataset_id=dataset_id,
+            )
+        rest = datasets.num_unadmitted(connection, branch, dataset_id)
+        return [(dataset_id, "train", at.num_admitted + min(rest, MAX_ADMITTED))]
+
+    return _admit(session, limits, schedule, step)
+
+
+class SourceMovedError(ConflictError):
+    """Planning the admission anew would store a state that does not belong to it."""
+
+
 def _require_admissible(run: Run, count: int, dataset_id: str) -> None:
     if not isinstance(count, int) or not 0 <= count <= MAX_ADMITTED:
         raise InvalidInputError(
@@ -234,6 +275,7 @@ class _Admission:
     read: list[list[Any]]
     """[segment_seq, rows, digest of the first extent] of the segments the units are from."""
     schedule: Schedule
+    source: SourceStep | None = None
 
     def entry(self, run: Run, *, first_id: int) -> Entry:
         body = {
@@ -249,6 +291,8 @@ class _Admission:
         }
         if told := self.schedule.fields():
             body["schedule"] = told
+        if self.source is not None:
+            body["source_state"] = self.source.state
         return Entry(EntryKind.ADMISSION, run.branch, body)
 
 
@@ -257,7 +301,9 @@ def cursor_fields(cursor: Cursor) -> list[int]:
     return [cursor.version, cursor.epoch, cursor.segment_seq, cursor.position, cursor.num_admitted]
 
 
-def _admit(session: WorkerSession, limits: Limits, schedule: Schedule = AT_ONCE) -> int:
+def _admit(
+    session: WorkerSession, limits: Limits, schedule: Schedule = AT_ONCE, source: SourceStep | None = None
+) -> int:
     run = session.run
     while True:
         with run.index.read() as connection:  # almost always there is nothing to do
@@ -266,7 +312,13 @@ def _admit(session: WorkerSession, limits: Limits, schedule: Schedule = AT_ONCE)
                 for dataset_id, profile, limit in limits(connection)
                 if (
                     admission := _planned(
-                        connection, run, dataset_id, profile, limit=limit, schedule=schedule
+                        connection,
+                        run,
+                        dataset_id,
+                        profile,
+                        limit=limit,
+                        schedule=schedule,
+                        source=source,
                     )
                 )
                 is not None
@@ -277,12 +329,21 @@ def _admit(session: WorkerSession, limits: Limits, schedule: Schedule = AT_ONCE)
             first_id = units.take_ids(connection, sum(len(admission.units) for admission in planned))
         try:
             return _commit(session, planned, first_id, limits)
+        except SourceMovedError:
+            raise
         except ConflictError:
             continue  # another worker admitted meanwhile: each round lost is one that another won
 
 
 def _planned(
-    connection: Connection, run: Run, dataset_id: str, profile: str, *, limit: int, schedule: Schedule
+    connection: Connection,
+    run: Run,
+    dataset_id: str,
+    profile: str,
+    *,
+    limit: int,
+    schedule: Schedule,
+    source: SourceStep | None,
 ) -> _Admission | None:
     before = datasets.cursor(connection, run.branch, dataset_id)
     wanted = limit - before.num_admitted
@@ -303,7 +364,7 @@ def _planned(
         for s in segments
         if s.segment_id in used
     ]
-    return _Admission(profile, before, after, new, len(segments), read, schedule)
+    return _Admission(profile, before, after, new, len(segments), read, schedule, source)
 
 
 def _commit(session: WorkerSession, planned: Sequence[_Admission], first_id: int, limits: Limits) -> int:
@@ -328,6 +389,8 @@ def _commit(session: WorkerSession, planned: Sequence[_Admission], first_id: int
             datasets.move_cursor(
                 connection, run.branch, admission.after, expected_version=admission.before.version
             )
+            if admission.source is not None:
+                datasets.put_source_state(connection, run.branch, dataset_id, admission.source.state)
             events.record(
                 connection,
                 "units.admitted",

@@ -265,8 +265,11 @@ def inherit_cursors(
 ) -> None:
     """Give the branch the cursors as they stood at the checkpoint; `carried` counts units by dataset."""
     for fields in json.loads(cursors or "[]"):
+        state = fields.pop("source_state", None)
         cursor = Cursor(**fields)
         datasets.insert_cursor(connection, name, cursor)
+        if state is not None:
+            datasets.put_source_state(connection, name, cursor.dataset_id, state)
         passed = cursor.num_admitted - carried.get(cursor.dataset_id, 0)
         tallies.add(connection, name, PASSED + cursor.dataset_id, passed)
 

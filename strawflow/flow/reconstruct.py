@@ -318,6 +318,8 @@ class _Work:
         units.admit(self.connection, branch_id, new, first_id=head["first_unit_id"])
         datasets.cursor_for_update(self.connection, branch_id, cursor.dataset_id)
         datasets.move_cursor(self.connection, branch_id, moved, expected_version=cursor.version)
+        if (state := head.get("source_state")) is not None:
+            datasets.put_source_state(self.connection, branch_id, cursor.dataset_id, state)
         self.report.num_units += len(new)
         return moved
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
@@ -243,20 +244,57 @@ def insert_cursor(connection: Connection, branch_id: str, cursor: Cursor) -> Non
     connection.execute(sa.insert(t.cursors).values(branch_id=branch_id, **cursor.__dict__))
 
 
-def standing(connection: Connection, branch_id: str) -> tuple[str, int]:
-    """Return the branch's cursors as a JSON list of objects with the fields of `Cursor`, and the last unit admitted.
+_SOURCE_STATE = "source_state"
 
-    One statement, so that no admission comes between the two.
+
+def _state_key(branch_id: Any, dataset_id: Any) -> Any:
+    """Key in meta of what the source of a dataset's prompts goes on from, of values or of columns."""
+    return f"{_SOURCE_STATE}/" + branch_id + "/" + dataset_id
+
+
+def source_state(connection: Connection, branch_id: str, dataset_id: str) -> str | None:
+    """Return the state (JSON) that came with the last prompts which a source of its own state had admitted."""
+    return meta.find(connection, _state_key(branch_id, dataset_id))
+
+
+def put_source_state(connection: Connection, branch_id: str, dataset_id: str, state: str) -> None:
+    """Store a source's state; belongs into the transaction that moves the cursor."""
+    meta.put(connection, _state_key(branch_id, dataset_id), state)
+
+
+def num_unadmitted(connection: Connection, branch_id: str, dataset_id: str) -> int:
+    """Return how many rows of the dataset the branch has not admitted once; 0 when there is no such dataset."""
+    rows = connection.execute(
+        sa.select(sa.func.coalesce(sa.func.sum(t.segments.c.num_rows), 0)).where(
+            t.segments.c.dataset_id == dataset_id
+        )
+    ).scalar_one()
+    return max(0, int(rows) - num_admitted(connection, branch_id, dataset_id))
+
+
+def standing(connection: Connection, branch_id: str) -> tuple[str, int]:
+    """Return the branch's cursors as a JSON list of objects with the fields of `Cursor`, and `source_state` where a source
+    has one, and the last unit admitted.
+
+    One statement, so that no admission comes between them.
     """
     last = sa.select(sa.func.coalesce(sa.func.max(t.units.c.unit_id), 0)).scalar_subquery()
     one = sa.select(last.label("last_unit_id")).subquery()
+    c, m = t.cursors.c, t.meta.c
     rows = connection.execute(
-        sa.select(one.c.last_unit_id, t.cursors)
-        .select_from(one.outerjoin(t.cursors, t.cursors.c.branch_id == branch_id))
-        .order_by(t.cursors.c.dataset_id)
+        sa.select(one.c.last_unit_id, t.cursors, m.value.label(_SOURCE_STATE))
+        .select_from(
+            one.outerjoin(t.cursors, c.branch_id == branch_id).outerjoin(
+                t.meta, m.key == _state_key(c.branch_id, c.dataset_id)
+            )
+        )
+        .order_by(c.dataset_id)
     ).all()
     fields = tuple(Cursor.__dataclass_fields__)
     found = [{name: getattr(row, name) for name in fields} for row in rows if row.dataset_id is not None]
+    for fields_of, row in zip(found, rows, strict=False):
+        if row.source_state is not None:
+            fields_of[_SOURCE_STATE] = row.source_state
     return json.dumps(found, separators=(",", ":")), int(rows[0].last_unit_id)
 
 
