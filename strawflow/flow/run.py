@@ -76,9 +76,12 @@ def create_run(
         ConfigError: the file system cannot keep the durability the configuration claims.
     """
     root = root.resolve()
-    _refuse_filled_database(config)
-    if root.exists() and any(root.iterdir()):
-        _make_room(root, fresh=fresh)
+    is_occupied = root.exists() and any(root.iterdir())
+    if is_occupied:
+        _refuse_occupied(root, fresh=fresh)
+    _refuse_filled_database(config)  # before anything is removed
+    if is_occupied:
+        shutil.rmtree(root)
     for folder in ("packs", "weights", "checkpoints", "logs"):
         (root / folder).mkdir(parents=True, exist_ok=True)
     refuse_unkeepable_durability(root, config)
@@ -225,7 +228,7 @@ def _refuse_filled_database(config: RunConfig) -> None:
         )
 
 
-def _make_room(root: Path, *, fresh: bool) -> None:
+def _refuse_occupied(root: Path, *, fresh: bool) -> None:
     if not fresh:
         what = "a run" if is_run(root) else "files that are no complete run"
         raise AlreadyExistsError(
@@ -233,4 +236,3 @@ def _make_room(root: Path, *, fresh: bool) -> None:
         )
     if not is_run(root) and not (root / "packs").is_dir():
         raise AlreadyExistsError(f"{root} holds files that are no run of ours; --fresh does not remove them")
-    shutil.rmtree(root)
