@@ -24,6 +24,30 @@ from strawflow.errors import ConfigError, InvalidInputError
 _FLAG = re.compile(r"--(?P<name>[A-Za-z_][\w.-]*)(?:=(?P<value>.*))?", re.DOTALL)
 
 
+ENGINE_PREFIX = "--sglang-"
+
+
+def split_engine_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Take the `--sglang-FLAG [VALUE ...]` out of a command line; returns (SGLang's own arguments, the rest).
+
+    A flag's values are the words up to the next flag: some take none, some several.
+    """
+    taken: list[str] = []
+    rest: list[str] = []
+    at = 0
+    while at < len(arguments):
+        if not arguments[at].startswith(ENGINE_PREFIX):
+            rest.append(arguments[at])
+            at += 1
+            continue
+        taken.append("--" + arguments[at].removeprefix(ENGINE_PREFIX))
+        at += 1
+        while "=" not in taken[-1] and at < len(arguments) and not arguments[at].startswith("-"):
+            taken.append(arguments[at])
+            at += 1
+    return taken, rest
+
+
 def split_field_flags(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """Take the `--section.field VALUE` pairs out of a command line; returns (values by name, the rest).
 

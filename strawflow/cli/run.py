@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from contextlib import closing
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from strawflow.cli.fields import commented_toml, field_helps, split_field_flags
+from strawflow.cli.fields import commented_toml, field_helps, split_engine_flags, split_field_flags
 from strawflow.cli.group import QuickGroup
 from strawflow.cli.options import RUNS_FOLDER, JsonFlag, run_folder
 
@@ -20,21 +21,32 @@ if TYPE_CHECKING:
 app = typer.Typer(cls=QuickGroup, help="Create runs and list them.", no_args_is_help=True)
 
 _FLAGS = "strawflow.field_flags"
+_OF_ENGINE = "strawflow.engine_flags"
+ENGINE_ARGS = "rollout.engine_args"
 
 
 class CreateCommand(TyperCommand):
     """`run create`, which also takes every configuration field as a flag and lists them in its help."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        flags, rest = split_field_flags(args)
-        ctx.meta[_FLAGS] = flags
+        of_engine, rest = split_engine_flags(args)
+        flags, rest = split_field_flags(rest)
+        if of_engine:
+            if ENGINE_ARGS in flags:
+                from strawflow.errors import InvalidInputError
+
+                raise InvalidInputError(f"give --{ENGINE_ARGS} or --sglang- flags, not both")
+            flags[ENGINE_ARGS] = json.dumps(of_engine)
+        ctx.meta[_FLAGS], ctx.meta[_OF_ENGINE] = flags, of_engine
         return super().parse_args(ctx, rest)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         super().format_help(ctx, formatter)
         formatter.write(
             "\nConfiguration fields: a flag --section.field, a variable STRAWFLOW_SECTION_FIELD, "
-            "or a TOML [section]. A flag may leave out the section where no other has the field: --max-staleness 2.\n\n"
+            "or a TOML [section]. A flag may leave out the section where no other has the field: --max-staleness 2.\n"
+            "Flags of SGLang's server: --sglang-ITS-OWN-NAME [VALUE ...], after the name of the run; `strawflow worker "
+            "rollout --help-sglang` lists them.\n\n"
         )
         for field in field_helps():
             formatter.write(f"  --{field.name} <{field.kind}>  [default: {_shown(field.default)}]\n")
@@ -62,6 +74,7 @@ def create(
 ) -> None:
     """Create a run: its folder, its index, its configuration. Takes every field as --section.field VALUE."""
     from strawflow.cli import output
+    from strawflow.cli.worker import check_engine_flags
     from strawflow.config import load_config, refuse_deadlocks, with_found_model
     from strawflow.errors import InvalidInputError
     from strawflow.flow.run import create_run
@@ -87,6 +100,8 @@ def create(
         raise InvalidInputError("name the run to create: strawflow run create RUN")
     resolved = with_found_model(load_config(config, flags=ctx.meta[_FLAGS], environ=os.environ))
     refuse_deadlocks(resolved)
+    if ctx.meta[_OF_ENGINE] and resolved.rollout.engine == "sglang":
+        check_engine_flags(ctx.meta[_OF_ENGINE])
     made = create_run(run_folder(run), resolved, fresh=fresh)
     steps = next_steps(run, resolved)
     if as_json:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,6 +31,7 @@ NEEDS: dict[str, tuple[tuple[str, str], ...]] = {
     "train": (("torch", "trainer"), ("megatron.core", "trainer")),
     "supervise": (("torch", "trainer"), ("megatron.core", "trainer")),
     "replay": (("torch", "trainer"), ("megatron.core", "trainer")),
+    "sglang-flags": (("sglang", "rollout"),),
     "quickstart": (
         ("torch", "trainer"),
         ("megatron.core", "trainer"),
@@ -57,6 +59,19 @@ def replace_by_worker(verb: str, arguments: Sequence[str]) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(sys.executable, [sys.executable, "-m", ENTRY, verb, *arguments])
+
+
+def check_engine_flags(arguments: Sequence[str]) -> None:
+    """Refuse server arguments that the installed SGLang would not take.
+
+    Raises:
+        typer.Exit: with the code of the error, which was told.
+        ConfigError: the workers, or SGLang, are not installed.
+    """
+    require_installed("sglang-flags")
+    done = subprocess.run([sys.executable, "-m", ENTRY, "sglang-flags", "--check", *arguments], check=False)
+    if done.returncode != 0:
+        raise typer.Exit(done.returncode)
 
 
 def require_installed(verb: str) -> None:
@@ -104,13 +119,22 @@ def _require(module: str, extra: str, verb: str) -> None:
 
 @app.command()
 def rollout(
-    run: RunArgument,
+    run: Annotated[str | None, typer.Argument(metavar="RUN", help="The run.")] = None,
     engine_url: Annotated[
         str | None, typer.Option(help="An engine that runs already, for this worker alone; none is started.")
     ] = None,
+    help_sglang: Annotated[
+        bool, typer.Option("--help-sglang", help="List the flags of the installed SGLang's server, and stop.")
+    ] = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Lease prompt groups, generate, score, store trajectories."""
+    if help_sglang:
+        replace_by_worker("sglang-flags", json_arguments(as_json))
+    if run is None:
+        from strawflow.errors import InvalidInputError
+
+        raise InvalidInputError("name the run: strawflow worker rollout RUN")
     of_engine = [] if engine_url is None else ["--engine-url", engine_url]
     replace_by_worker("rollout", [str(existing_run(run)), *of_engine])
 

@@ -82,6 +82,32 @@ def test_a_field_that_no_other_section_has_needs_no_section(cli: Cli) -> None:
     assert cli("run", "create", "b", "--steps", "3").code == 2, "warm_start and trainer both have steps"
 
 
+def test_flags_of_sglang_are_checked_by_the_installed_one_and_kept(cli: Cli, tmp_path: Path) -> None:
+    flags = ("--sglang-disable-radix-cache", "--sglang-mem-fraction-static", "0.5")
+    result = create(cli, "a", *flags, "--max-staleness", "2", "--json")
+    rollout = result.json["config"]["rollout"]
+    assert rollout["engine_args"] == ["--disable-radix-cache", "--mem-fraction-static", "0.5"]
+    assert rollout["max_staleness"] == 2
+    refused = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "strawflow.cli.main",
+            "run",
+            "create",
+            "b",
+            "--sglang-mem-fraction-statik",
+            "1",
+        ],
+        capture_output=True,
+        text=True,
+    )
+    assert refused.returncode == ConfigError.exit_code
+    assert "did you mean --sglang-mem-fraction-static?" in refused.stderr
+    assert not (tmp_path / "runs/b").exists()
+    assert cli("run", "create", "c", "--sglang-port", "3").code == ConfigError.exit_code
+
+
 def test_an_unknown_field_is_refused_with_the_nearest_and_nothing_is_made(cli: Cli, tmp_path: Path) -> None:
     result = cli("run", "create", "a", "--rollout.temprature", "0.7")
     assert result.code == 3

@@ -13,7 +13,9 @@ import logging
 import os
 import signal
 import sys
+import textwrap
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -71,6 +73,11 @@ def _parser() -> argparse.ArgumentParser:
     replay.add_argument("--from-step", type=int)
     replay.add_argument("--to-step", type=int)
     replay.add_argument("--json", action="store_true")
+    flags = verbs.add_parser("sglang-flags")
+    flags.add_argument("--json", action="store_true")
+    flags.add_argument(
+        "--check", nargs=argparse.REMAINDER, help="server arguments to check instead of listing all"
+    )
     quickstart = verbs.add_parser("quickstart")
     quickstart.add_argument("--run", type=Path)
     quickstart.add_argument("--seed", type=int, default=0)
@@ -133,6 +140,24 @@ def _replay(arguments: argparse.Namespace) -> int:
     )
 
 
+def _sglang_flags(arguments: argparse.Namespace) -> int:
+    from strawflow_workers.rollout import sglang_flags
+
+    if arguments.check is not None:
+        sglang_flags.check_flags(arguments.check)
+        return 0
+    found = sglang_flags.known_flags()
+    if arguments.json:
+        print(json.dumps([asdict(flag) for flag in found]))
+        return 0
+    for flag in found:
+        value = " VALUE" if flag.has_value else ""
+        print(f"  --sglang-{flag.name}{value}  [default: {flag.default}]")
+        for line in textwrap.wrap(flag.help, 116):
+            print(f"      {line}")
+    return 0
+
+
 def _quickstart(arguments: argparse.Namespace) -> int:
     from strawflow_workers.quickstart.program import quickstart
 
@@ -145,6 +170,7 @@ VERBS: dict[str, Callable[[argparse.Namespace], int]] = {
     "train": _train,
     "supervise": _supervise,
     "replay": _replay,
+    "sglang-flags": _sglang_flags,
     "quickstart": _quickstart,
 }
 
