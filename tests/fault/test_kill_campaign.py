@@ -55,12 +55,13 @@ def num_mixed(root: Path) -> int:
 PARTS = ["rollout", "engine", "train", "everything", "assemble"]
 
 
-def test_twenty_kills_at_random_instants_lose_and_repeat_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("times", "steps"), [(2, 30), pytest.param(4, 60, marks=pytest.mark.long)])
+def test_kills_at_random_instants_lose_and_repeat_nothing(tmp_path: Path, times: int, steps: int) -> None:
     root = tmp_path / "run"
-    make_run(root, engine="fake", steps=60, seed=1, engine_options={"delay-s": "0.05"}).close()
+    make_run(root, engine="fake", steps=steps, seed=1, engine_options={"delay-s": "0.05"}).close()
     supervised = SupervisedRun(root)
-    digests = campaign(supervised, PARTS * 4, seed=1, gap_s=(0.2, 4.0), seconds=240)
-    assert sum(supervised.num_kills.values()) == 20
+    digests = campaign(supervised, PARTS * times, seed=1, gap_s=(0.2, 4.0), seconds=240)
+    assert sum(supervised.num_kills.values()) == 5 * times
     supervised.finish(seconds=120)
     check_finished(root, digests)
 

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.fault.kill_run import SupervisedRun, campaign, check_finished, make_run
 
 
-def test_three_kills_with_real_sglang_lose_and_repeat_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("parts", "steps"),
+    [
+        (["everything"], 10),
+        pytest.param(["engine", "everything", "rollout"], 24, marks=pytest.mark.long),
+    ],
+    ids=["one", "three"],
+)
+def test_kills_with_real_sglang_lose_and_repeat_nothing(tmp_path: Path, parts: list[str], steps: int) -> None:
     root = tmp_path / "run"
-    make_run(root, engine="sglang", steps=24, seed=5).close()
+    make_run(root, engine="sglang", steps=steps, seed=5).close()
     supervised = SupervisedRun(root)
-    parts = ["engine", "everything", "rollout"]
     digests = campaign(supervised, parts, seed=5, gap_s=(1.0, 2.0), seconds=400, once_serving=True)
-    assert sum(supervised.num_kills.values()) == 3
+    assert sum(supervised.num_kills.values()) == len(parts)
     supervised.finish(seconds=240)
     check_finished(root, digests)
