@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import socket
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -193,6 +195,42 @@ def test_a_program_cannot_take_rights_or_the_walls_down() -> None:
     assert printed(program).splitlines() == ["0 0 1", "-1", "-1"]
 
 
+def test_a_program_reaches_no_socket_of_the_host() -> None:
+    """A read-only file system does not keep a program from sockets in it."""
+    place = Path("/run/strawflow-test.sock")
+    place.unlink(missing_ok=True)
+    with socket.socket(socket.AF_UNIX) as listening:
+        try:
+            listening.bind(str(place))
+            listening.listen()
+            place.chmod(0o777)
+            program = (
+                "import os, socket\n"
+                f"try: socket.socket(socket.AF_UNIX).connect({str(place)!r})\n"
+                "except OSError as error: print(error.errno)\n"
+                "print(os.listdir('/dev/shm'))\n"
+            )
+            assert printed(program) == "2\n[]\n"
+        finally:
+            place.unlink(missing_ok=True)
+
+
+def test_a_slow_start_of_the_sandbox_is_not_the_programs_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = (
+        sys.executable,
+        "-c",
+        "import os, sys, time; time.sleep(1.5); os.execv(sys.argv[1], sys.argv[1:])",
+    )
+    monkeypatch.setattr(sandbox, "_COMMAND", (*slow, *sandbox._COMMAND))
+    assert run_program("print(1)", limits=Limits(seconds=1.0)) == Ran(0, b"1\n", confirmed=False)
+
+
+def test_a_program_cannot_pass_its_failure_off_as_the_sandboxs() -> None:
+    """It finds the descriptor on which the sandbox speaks, and lies there."""
+    program = "import os\nfor fd in range(3, 20):\n    try: os.write(fd, b'refused: no room')\n    except OSError: pass"
+    assert score(program, "assert f() == 1") == 0.0
+
+
 @pytest.mark.parametrize(
     "program, printed_text",
     [
@@ -283,7 +321,7 @@ def test_without_namespaces_the_limits_still_hold(only_walls: Callable[..., None
     assert printed("open('mine', 'w').write('1')\nimport os\nprint(os.listdir('.'))") == "['mine']\n"
     assert score("def f(): return 1", "assert f() == 1") == 1.0
     ran = run_program("while True: pass", limits=Limits(seconds=0.5))
-    assert ran == Ran(None, b"", False, timed_out=True)
+    assert ran == Ran(None, b"", confirmed=False)
     assert "memory" in printed("try: x = bytearray(2 << 30)\nexcept MemoryError: print('memory')")
 
 

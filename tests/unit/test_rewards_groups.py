@@ -43,6 +43,13 @@ def ranks(response_texts, *, prompt, label, metadata):
     order = sorted(response_texts, key=len)
     return [order.index(text) for text in response_texts]
 
+async def later(response_text, *, label, **row):
+    import asyncio
+    await asyncio.sleep(0.01)
+    if label == "raise":
+        raise ValueError("too late")
+    return 0.25
+
 def declared(response_texts, **row):
     return [len(response_texts)] * len(response_texts)
 declared.takes_group = True
@@ -118,6 +125,12 @@ def test_a_hole_in_a_groups_scores_fails_that_member_alone() -> None:
     good, bad = settled(RewardSpec("group:graders:ranks"), group_of("good", "bad", label="holes"))
     assert good.score == 1.0
     assert bad == RewardOutcome(None, None, "ValueError: a reward must be a finite number, this one is nan")
+
+
+def test_a_function_may_be_async() -> None:
+    (good,) = settled(RewardSpec("graders:later"), group_of("a"))
+    (bad,) = settled(RewardSpec("graders:later"), group_of("a", label="raise"))
+    assert (good.score, bad.failure) == (0.25, "the reward raised ValueError: too late")
 
 
 # ---- rewards that rows name

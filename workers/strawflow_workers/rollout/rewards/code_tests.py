@@ -7,7 +7,7 @@ Tests stand in `metadata.tests`, or else in the label, as JSON or, in a label, a
 The program is the last fenced block of the response, or all of it. It has the standard library.
 
 1. A program that is wrong, raises, hangs or prints too much fails that test: a score, and no failure of the reward.
-2. Where a test runs into `metadata.test_limit_s` (2 s), those behind it are not run and count as failed.
+2. Where a program is killed, for `metadata.test_limit_s` (2 s) or for what it prints, the tests behind count as failed.
 3. Tests that would take more time in all than the reward has, and a sandbox that cannot be put up, are failures.
 """
 
@@ -69,7 +69,7 @@ def _share_passed(program: str, tests: Sequence[_Test], *, test_s: float, budget
                 f"{number} of {len(tests)} tests took {budget_s:g} s; raise rollout.reward_timeout_s or give fewer"
             )
         ran = run_program(program, stdin=test.stdin, test=test.code, limits=Limits(seconds=test_s))
-        if ran.timed_out:
+        if ran.exit_code is None:
             break
         if test.expected is None:
             passed += ran.confirmed

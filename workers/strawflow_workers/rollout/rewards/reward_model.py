@@ -1,8 +1,8 @@
 """The reward `reward_model:URL`: a scalar reward model that SGLang serves (0.5.23: `--is-embedding`, route /classify).
 
 1. What it reads are the very token ids that were sampled, prompt and response, so nothing is tokenised anew; the reward model must
-   have the policy's vocabulary then: an id beyond its own ends SGLang's server. As text (`reward_model_input = "text"`) its own tokenizer reads prompt and response, which
-   only text prompts allow: the template of another model's chat is not known here.
+   have the policy's vocabulary then: an id beyond its own ends SGLang's server. As text (`reward_model_input = "text"`) its own
+   tokenizer reads prompt and response, which only text prompts allow: the template of another model's chat is not known here.
 2. /classify answers {"embedding": [...]}: what the model's head gives for the last token. One number is the score; more
    are a failure, as a classifier's labels or an embedding are no reward.
 """

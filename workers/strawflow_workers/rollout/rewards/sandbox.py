@@ -31,6 +31,9 @@ _INIT = Path(__file__).with_name("sandbox_init.py")
 _COMMAND = (sys.executable, "-I", "-S", str(_INIT))
 _SCRATCH = "/tmp"
 """Where the temporary folder in memory is mounted, inside."""
+_STARTED = b"started\n"
+_START_SECONDS = 20.0
+_EXIT_SECONDS = 0.2
 _UIDS = range(60_000, 65_000)
 """Users without a name or rights; one each process, so that each counts its own processes."""
 
@@ -71,7 +74,6 @@ class Ran:
     """What it printed to standard output, up to the limit."""
     confirmed: bool
     """The test behind the program ran to its end."""
-    timed_out: bool = False
 
 
 @cache
@@ -107,7 +109,7 @@ def missing_walls() -> list[str]:
 def run_program(program: str, *, stdin: str = "", test: str = "", limits: Limits | None = None) -> Ran:
     """Run Python source with the standard library alone, then `test` in the same module.
 
-    Blocks for at most `limits.seconds`. Nothing of the program is left when it returns (see 2).
+    Blocks for at most `limits.seconds` after the sandbox is up. Nothing of the program is left when it returns (see 2).
 
     Raises:
         SandboxError: the sandbox could not be put up.
@@ -115,9 +117,8 @@ def run_program(program: str, *, stdin: str = "", test: str = "", limits: Limits
     limits = limits or Limits()
     confirmation = secrets.token_hex(16).encode()
     with contextlib.ExitStack() as stack:
-        parts = stack.enter_context(
-            _in_memory(*(_part(text.encode()) for text in (program, test)), _part(confirmation))
-        )
+        texts = (program.encode(), test.encode(), confirmation)
+        parts = stack.enter_context(_in_memory(*(len(t).to_bytes(8, "little") + t for t in texts)))
         given = stack.enter_context(_in_memory(stdin.encode()))
         folder = _SCRATCH if "mount" in walls() else stack.enter_context(tempfile.TemporaryDirectory())
         result_out, result_in = os.pipe()
@@ -127,14 +128,27 @@ def run_program(program: str, *, stdin: str = "", test: str = "", limits: Limits
         finally:
             os.close(result_in)
         stack.callback(_end, process)
-        output, timed_out = _printed(process, limits)
-        exit_code = _exit_code(process, timed_out or len(output) > limits.output_bytes, limits)
-        result = os.read(result_out, 4096) if select.select([result_out], [], [], 0)[0] else b""
-    if result.startswith(b"refused: "):
-        raise SandboxError(f"the sandbox could not be put up: {result[9:].decode().strip()}")
-    return Ran(
-        exit_code, output[: limits.output_bytes], result == confirmation, timed_out or exit_code is None
-    )
+        _await_start(result_out)
+        deadline = time.monotonic() + limits.seconds
+        output, in_time = _printed(process, deadline, limits.output_bytes)
+        exit_code = _exit_code(process, deadline) if in_time and len(output) <= limits.output_bytes else None
+        confirmed = _result(result_out, 4096, timeout_s=0.0) == confirmation
+    return Ran(exit_code, output[: limits.output_bytes], confirmed)
+
+
+def _await_start(result_fd: int) -> None:
+    said = _result(result_fd, len(_STARTED), timeout_s=_START_SECONDS)
+    if said != _STARTED:
+        why = (said + _result(result_fd, 4096, timeout_s=0.0)).decode(errors="replace").strip()
+        why = why.removeprefix("refused: ") or f"it was not up within {_START_SECONDS:g} s"
+        raise SandboxError(f"the sandbox could not be put up: {why}")
+
+
+def _result(result_fd: int, max_bytes: int, *, timeout_s: float) -> bytes:
+    """Return what was said on the result descriptor; nothing when nothing comes."""
+    if not select.select([result_fd], [], [], timeout_s)[0]:
+        return b""
+    return os.read(result_fd, max_bytes)
 
 
 def _start(
@@ -164,26 +178,24 @@ def _start(
     )
 
 
-def _printed(process: subprocess.Popen[bytes], limits: Limits) -> tuple[bytes, bool]:
-    """Return what the program prints until it closes its output, one byte above the limit at most, and whether time ran out."""
+def _printed(process: subprocess.Popen[bytes], deadline: float, max_bytes: int) -> tuple[bytes, bool]:
+    """Return what the program prints until it closes its output, at most one byte above the limit, and whether in time."""
     assert process.stdout is not None
-    deadline = time.monotonic() + limits.seconds
     output = bytearray()
-    while len(output) <= limits.output_bytes:
+    while len(output) <= max_bytes:
         if not select.select([process.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
-            return bytes(output), True
-        piece = os.read(process.stdout.fileno(), min(1 << 16, limits.output_bytes + 1 - len(output)))
-        if not piece:
             return bytes(output), False
+        piece = os.read(process.stdout.fileno(), min(1 << 16, max_bytes + 1 - len(output)))
+        if not piece:
+            break
         output += piece
-    return bytes(output), False
+    return bytes(output), True
 
 
-def _exit_code(process: subprocess.Popen[bytes], give_up: bool, limits: Limits) -> int | None:
-    if give_up:
-        return None
+def _exit_code(process: subprocess.Popen[bytes], deadline: float) -> int | None:
     try:
-        return process.wait(limits.seconds)  # it closed its output, and may go on without
+        # Its output is closed, so that it has all but ended; or it goes on without.
+        return process.wait(max(_EXIT_SECONDS, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
         return None
 
@@ -194,10 +206,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
     assert process.stdout is not None
     process.stdout.close()
-
-
-def _part(content: bytes) -> bytes:
-    return len(content).to_bytes(8, "little") + content
 
 
 @contextlib.contextmanager

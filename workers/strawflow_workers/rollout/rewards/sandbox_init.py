@@ -3,8 +3,8 @@
 REQUEST is JSON: {"probe": true}, or {isolate, uid, folder, limits, program_fd, result_fd, parent} as `sandbox.run_program` makes
 it. It needs the standard library alone, so that it starts in milliseconds and takes nothing of strawflow inside.
 
-1. All limits and walls stand before the first byte of the program is compiled; when one cannot be put up, the program does not
-   run, and the reason goes to `result_fd` as a line `refused: ...`.
+1. All limits and walls stand before the first byte of the program is compiled; then `started` goes to `result_fd`. When one
+   cannot be put up, the program does not run, and the line there is `refused: ...`.
 2. With a process namespace this process's child is its init: when that ends, the kernel kills whatever else is inside.
 3. A test is read only after the program has run, and it is confirmed at its end: a program that ends early has not passed. One
    that searches this interpreter for a way to pass finds it; only tests of input and output are judged from outside.
@@ -40,6 +40,8 @@ _MOUNT_FLAGS = {
 }
 _PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
 _CAPABILITY_VERSION_3 = 0x20080522
+_COVERED = ("/run", "/dev/shm")
+"""Folders of sockets and memory that other programs share; a read-only mount would not keep anyone from a socket."""
 _REFUSED = 120
 """Exit code of a sandbox that could not be put up."""
 
@@ -60,6 +62,7 @@ def main() -> None:
     except OSError as error:
         os.write(request["result_fd"], f"refused: {error}\n".encode())
         os._exit(_REFUSED)
+    os.write(request["result_fd"], b"started\n")
     _run(request["program_fd"], request["result_fd"])
 
 
@@ -116,6 +119,9 @@ def _enter(request: dict) -> None:  # type: ignore[type-arg]
     if "mount" in isolate:
         _mount("none", "/", None, _MS_REC | _MS_PRIVATE, None)
         _read_only()
+        for folder in _COVERED:
+            if os.path.isdir(folder):
+                _mount("tmpfs", folder, "tmpfs", _MS_RDONLY | _MS_NOSUID | _MS_NODEV, "mode=755,size=4k")
         if request["hidden"] is not None:
             _show_python(request["hidden"])
         if request["uid"] is not None:

@@ -2,7 +2,7 @@
 
 1. A verifier of one is called as `verifier(response_text, *, prompt, label, metadata) -> float`: label is text or None, metadata
    the parsed object or None. One of a group is called once with the list of all its members' texts in the place of the text,
-   and returns as many numbers. What it raises, and what is no finite number, is a failure.
+   and returns as many numbers. Either may be `async`. What it raises, and what is no finite number, is a failure.
 2. A function takes a group where its name begins with `group:` or it has a true attribute `takes_group`.
 3. Loading is what can be wrong with the configuration, so it raises ConfigError; scoring never does.
 4. This module knows no time limits and no processes.

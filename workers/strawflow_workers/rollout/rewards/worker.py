@@ -14,7 +14,9 @@ Out: {"ready": {name: takes a group}, "warnings": [...]} or {"refused": text}, t
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import inspect
 import json
 import os
 import select
@@ -119,14 +121,21 @@ def _answer(verifier: Verifier, call: Call) -> tuple[str, list[Value] | str]:
         metadata = None if call.metadata is None else json.loads(call.metadata)
         row = {"prompt": call.prompt, "label": call.label, "metadata": metadata}
         if call.rewards is not None:
-            found = verifier.function(list(call.rewards), response_texts=list(call.texts), **row)
+            found = _called(verifier, list(call.rewards), response_texts=list(call.texts), **row)
         elif verifier.takes_group:
-            found = verifier.function(list(call.texts), **row)
+            found = _called(verifier, list(call.texts), **row)
         else:
-            return "scored", [finite_number(verifier.function(call.texts[0], **row))]
+            return "scored", [finite_number(_called(verifier, call.texts[0], **row))]
         return "scored", checked_values(found, num_texts=len(call.texts))
     except Exception as error:  # whatever user code raises is the outcome of this request
         return "failed", f"the reward raised {type(error).__name__}: {error}"[:_FAILURE_CHARS]
+
+
+def _called(verifier: Verifier, *given: Any, **row: Any) -> Any:
+    found = verifier.function(*given, **row)
+    if inspect.iscoroutine(found):  # an `async def`
+        return asyncio.run(found)
+    return found
 
 
 class _Wire:
