@@ -282,6 +282,19 @@ def test_members_that_failed_before_take_no_part_in_their_groups_reward() -> Non
         member.check()
 
 
+def test_a_group_with_a_partial_member_is_not_settled() -> None:
+    prompt = Prompt(prompt="p", prompt_format="text", label=None, label_format=None, metadata=None)
+    ended = Member(0, "finished", [1], [-0.1], "v", "stop", 1.0, 1.0, response_text="a")
+    partial = Member(1, "partial", [1], [-0.1], "v", "abort", None)
+
+    async def body(scorer: RewardScorer) -> list[Member]:
+        rewards = MemberRewards(scorer, prompt, [5])
+        return await rewards.settle([ended, await rewards.reward(partial)])
+
+    spec = RewardSpec("graders:length", post_process="graders:centred")
+    assert with_scorer(spec, body) == [ended, partial]
+
+
 def test_the_options_come_from_the_configuration() -> None:
     section = RolloutSection(
         reward="math",
