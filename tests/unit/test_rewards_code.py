@@ -152,15 +152,18 @@ def test_this_host_grants_all_walls() -> None:
     assert load_verifier("code:python").warnings == ()
 
 
+REACHES_OUT = """
+import os, socket
+print(sorted(p for p in os.listdir('/proc') if p.isdigit()), os.listdir('.'))
+try: socket.create_connection(('127.0.0.1', 1), 1)
+except OSError as error: print(error.errno)
+"""
+
+
 def test_a_program_reaches_no_network_and_sees_no_other_process() -> None:
-    program = (
-        "import os, socket\n"
-        "print(sorted(p for p in os.listdir('/proc') if p.isdigit()), os.getuid() != 0, os.listdir('.'))\n"
-        "try: socket.create_connection(('127.0.0.1', 1), 1)\n"
-        "except OSError as error: print(error.errno)\n"
-    )
     # Itself and its init; 101: the network is unreachable.
-    assert printed(program).splitlines() == ["['1', '2'] True []", "101"]
+    assert printed(REACHES_OUT).splitlines() == ["['1', '2'] []", "101"]
+    assert printed("import os; print(os.getuid() == 0)") == "False\n"
 
 
 def test_a_program_writes_nowhere_but_in_its_own_small_folder(tmp_path: Path) -> None:
@@ -183,16 +186,27 @@ def test_a_program_writes_nowhere_but_in_its_own_small_folder(tmp_path: Path) ->
     assert printed("import os; print(os.listdir('.'))") == "[]\n"
 
 
+TAKES_RIGHTS = """
+import ctypes, os
+status = dict(line.split(':') for line in open('/proc/self/status'))
+print(int(status['CapEff'], 16), int(status['CapPrm'], 16), status['NoNewPrivs'].strip())
+libc = ctypes.CDLL(None)
+print(libc.mount(None, b'/', None, ctypes.c_ulong(32 | 4096), None))
+print(libc.umount(b'/tmp'))
+"""
+
+
 def test_a_program_cannot_take_rights_or_the_walls_down() -> None:
-    program = (
-        "import ctypes, os\n"
-        "status = dict(line.split(':') for line in open('/proc/self/status'))\n"
-        "print(int(status['CapEff'], 16), int(status['CapPrm'], 16), status['NoNewPrivs'].strip())\n"
-        "libc = ctypes.CDLL(None)\n"
-        "print(libc.mount(None, b'/', None, ctypes.c_ulong(32 | 4096), None))\n"
-        "print(libc.umount(b'/tmp'))\n"
-    )
-    assert printed(program).splitlines() == ["0 0 1", "-1", "-1"]
+    assert printed(TAKES_RIGHTS).splitlines() == ["0 0 1", "-1", "-1"]
+
+
+def test_a_user_namespace_gives_a_program_no_rights_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for a worker that is not root: its user has all rights inside, until they are given up."""
+    walls = sandbox.walls() | {"user"}
+    monkeypatch.setattr(sandbox, "walls", lambda: walls)
+    monkeypatch.setattr(sandbox, "_uid", lambda: None)
+    assert printed(TAKES_RIGHTS).splitlines() == ["0 0 1", "-1", "-1"]
+    assert printed(REACHES_OUT).splitlines() == ["['1', '2'] []", "101"]
 
 
 def test_a_program_reaches_no_socket_of_the_host() -> None:

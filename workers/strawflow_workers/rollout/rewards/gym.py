@@ -99,8 +99,6 @@ def _package_folder() -> Path:
 def _import_without_inits(root: Path, parts: tuple[str, ...]) -> None:
     for depth in range(len(parts)):
         name = ".".join((_GYM, *parts[:depth]))
-        if name in sys.modules:  # another dataset was loaded before
-            continue
         shell = ModuleType(name)
         shell.__path__ = [str(root.joinpath(*parts[:depth]))]
         sys.modules[name] = shell

@@ -98,13 +98,11 @@ class RewardServers:
         except (
             aiohttp.ClientConnectionError
         ) as error:  # before TimeoutError: a connection that is not made is one too
-            if isinstance(error, aiohttp.SocketTimeoutError):
-                raise RewardServerError(self._late(url)) from error
             raise _TryAgainError(f"{url}: {error or type(error).__name__}") from error
         except aiohttp.ClientPayloadError as error:
             raise _TryAgainError(f"{url}: the answer broke off: {error}") from error
         except TimeoutError as error:
-            raise RewardServerError(self._late(url)) from error
+            raise RewardServerError(f"{url} did not answer within {self._limits.timeout_s:g} s") from error
         except (
             aiohttp.ClientError,
             ValueError,
@@ -118,9 +116,6 @@ class RewardServers:
             return json.loads(text)
         except json.JSONDecodeError as error:
             raise RewardServerError(f"{url} answered what is no JSON: {_quoted(text)}") from error
-
-    def _late(self, url: str) -> str:
-        return f"{url} did not answer within {self._limits.timeout_s:g} s"
 
     def _opened(self) -> aiohttp.ClientSession:
         if self._session is None:
