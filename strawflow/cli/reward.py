@@ -39,7 +39,10 @@ def check(
     processes: Annotated[int, typer.Option(min=1, help="As rollout.reward_processes.")] = 1,
     as_json: JsonFlag = False,
 ) -> None:
-    """Score the samples of a file and print score, reward or failure of each; needs no engine and no run."""
+    """Score the samples of a file, without engines and without a run.
+
+    Score, reward or failure of each is printed, and how many failed.
+    """
     from strawflow.errors import ConfigError
     from strawflow.reward_names import parse_reward
 
