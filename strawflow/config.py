@@ -14,9 +14,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from strawflow.errors import ConfigError
+from strawflow.reward_names import parse_reward
 
 ENV_PREFIX = "STRAWFLOW_"
 _COMMANDS = {"run"}
@@ -97,11 +98,23 @@ class RolloutSection(Section):
     partial_rollout: bool = True
     """Keep what was generated of groups that are broken off (new weights, drain); off: they start again from the prompt."""
     reward: str = "exact"
-    """`exact`, `reasoning_gym:<dataset>`, or a dotted path `package.module:function`."""
+    """Scores the responses: `exact`, `f1`, `math`, `multiple_choice` (each also `boxed_`), `instructions`, `code:python`,
+    `reasoning_gym:<dataset>`, `remote:URL`, `reward_model:URL`, `package.module:function`, `group:` for whole groups."""
     reward_shape: Literal["raw", "exact"] = "exact"
     """`exact`: 1 where the verifier's score is exactly 1.0, else 0; `raw`: the score itself."""
     reward_timeout_s: float = Field(default=10.0, gt=0)
+    """Seconds for one reward; a process that takes longer is killed, a server's answer is waited for no longer."""
     reward_processes: int = Field(default=1, ge=1)
+    reward_concurrency: int = Field(default=64, ge=1)
+    """Requests to a reward server at a time (`remote:`, `reward_model:`)."""
+    reward_retries: int = Field(default=5, ge=0)
+    """How often a request is sent again after a server error (5xx) or a failed connection, with back-off."""
+    reward_model_input: Literal["tokens", "text"] = "tokens"
+    """What a reward model is sent: the very token ids (it has the same vocabulary), or prompt and response as text."""
+    reward_post_process: str = ""
+    """`package.module:function` that turns a group's rewards into those that are trained; empty: none."""
+    row_rewards: tuple[str, ...] = ()
+    """Functions and addresses that a row may name in `metadata.reward`; strawflow's own rewards need no listing."""
     max_attempts: int = Field(default=3, ge=1)
     """Grants of a unit before it is set aside as failed."""
     engines: int = Field(default=1, ge=1)
@@ -113,6 +126,26 @@ class RolloutSection(Section):
     """Further SGLang server flags, as they are."""
     engine_options: dict[str, str] = Field(default_factory=dict)
     """For the fake engine: its fault switches."""
+
+    @field_validator("reward")
+    @classmethod
+    def _is_a_reward(cls, name: str) -> str:
+        parse_reward(name)
+        return name
+
+    @field_validator("row_rewards")
+    @classmethod
+    def _are_rewards(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        for name in names:
+            parse_reward(name)
+        return names
+
+    @field_validator("reward_post_process")
+    @classmethod
+    def _is_a_function(cls, name: str) -> str:
+        if name and parse_reward(name).kind != "function":
+            raise ConfigError(f"{name!r} is no function; write package.module:function")
+        return name
 
 
 class AssembleSection(Section):
@@ -342,7 +375,9 @@ def _validated(tree: dict[str, dict[str, Any]], *, where: str) -> RunConfig:
         name = ".".join(str(part) for part in first["loc"])
         near = difflib.get_close_matches(name, field_names(), n=1)
         hint = f"; did you mean {near[0]}?" if first["type"] == "extra_forbidden" and near else ""
-        raise ConfigError(f"{where}: setting {name}: {first['msg']}{hint}") from None
+        raise ConfigError(
+            f"{where}: setting {name}: {first['msg'].removeprefix('Value error, ')}{hint}"
+        ) from None
 
 
 def refuse_deadlocks(config: RunConfig) -> None:
@@ -381,4 +416,4 @@ def from_json(text: str, *, path: str) -> RunConfig:
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(f"{path}: setting {name}: {first['msg']}") from None
+        raise ConfigError(f"{path}: setting {name}: {first['msg'].removeprefix('Value error, ')}") from None

@@ -26,6 +26,7 @@ from strawflow.cli import (
     quickstart,
     replay,
     resume,
+    reward,
     run,
     status,
     storage,
@@ -57,6 +58,7 @@ app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(batch.app, name="batch")
 app.add_typer(unit.app, name="unit")
 app.command()(replay.replay)
+app.add_typer(reward.app, name="reward")
 app.add_typer(index.app, name="index")
 app.add_typer(storage.app, name="storage")
 app.command()(events.events)

@@ -27,6 +27,7 @@ ENTRY = "strawflow_workers.entry"
 
 NEEDS: dict[str, tuple[tuple[str, str], ...]] = {
     "rollout": (("aiohttp", "rollout"),),
+    "reward": (("aiohttp", "rollout"),),
     "assemble": (),
     "train": (("torch", "trainer"), ("megatron.core", "trainer")),
     "supervise": (("torch", "trainer"), ("megatron.core", "trainer")),

@@ -80,6 +80,7 @@ def enqueue(session: WorkerSession, request: EnqueueRequest) -> EnqueueReport:
         request.keys,
         on_bad_row=request.on_bad_row,
         reject_path=request.reject_path,
+        row_rewards=session.run.config.rollout.row_rewards,
         report=read,
     )
     with (

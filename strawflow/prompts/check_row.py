@@ -11,9 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from strawflow.errors import ConfigError
 from strawflow.prompts import strict_json
 from strawflow.prompts.row import LabelFormat, PromptFormat, PromptKeys, PromptRow, content_digest
 from strawflow.prompts.strict_json import StrictJsonError
+from strawflow.reward_names import parse_row_reward
 
 
 class BadRowError(ValueError):
@@ -32,6 +34,8 @@ class RowRules:
     keys: PromptKeys
     source: str
     allow_empty: bool = False
+    row_rewards: tuple[str, ...] = ()
+    """Functions and addresses that `metadata.reward` may name, beside the rewards that strawflow has."""
 
     def check(self, raw: object, *, line: int) -> PromptRow:
         """Return the checked row.
@@ -106,7 +110,22 @@ class RowRules:
                 ) from error
         if not isinstance(value, dict):
             raise BadRowError("wrong_type", f"{key!r} is {_kind(value)}; it must be an object")
+        self._check_reward(value)
         return _json_text(value, key)
+
+    def _check_reward(self, metadata: Mapping[str, Any]) -> None:
+        """Refuse a row whose own reward no worker could grade, now and not after its responses were sampled."""
+        if "reward" not in metadata:
+            return
+        name, field = metadata["reward"], f"{self.keys.metadata_key}.reward"
+        if not isinstance(name, str):
+            raise BadRowError(
+                "unknown_reward", f"{field!r} is {_kind(name)}; it must name the reward that scores this row"
+            )
+        try:
+            parse_row_reward(name, listed=self.row_rewards)
+        except ConfigError as error:
+            raise BadRowError("unknown_reward", f"{field!r}: {error.message}") from error
 
 
 def _member(raw: Mapping[str, Any], key: str) -> object:

@@ -63,6 +63,7 @@ def read_prompts(
     on_bad_row: OnBadRow = "fail",
     reject_path: Path | None = None,
     allow_empty: bool = False,
+    row_rewards: tuple[str, ...] = (),
     report: ReadReport | None = None,
     max_line_bytes: int = DEFAULT_MAX_LINE_BYTES,
 ) -> Iterator[PromptRow]:
@@ -76,6 +77,7 @@ def read_prompts(
         on_bad_row: `fail` raises at the first bad row, `skip` sets bad rows aside.
         reject_path: Under `skip`, the file bad rows are appended to as JSON lines; made only when there is one.
         allow_empty: Take blank prompts as good ones (null or absent ones never are).
+        row_rewards: Functions and addresses that a row's `metadata.reward` may name, beside strawflow's own rewards.
         report: Filled with counts while the rows are drawn.
         max_line_bytes: A text line above this is a bad row.
 
@@ -88,7 +90,7 @@ def read_prompts(
         raise InvalidInputError(f"on_bad_row is {on_bad_row!r}; it must be 'fail' or 'skip'")
     report = report if report is not None else ReadReport()
     source.check_exists()
-    rules = RowRules(keys, source.shown, allow_empty=allow_empty)
+    rules = RowRules(keys, source.shown, allow_empty=allow_empty, row_rewards=row_rewards)
     with _RejectFile(reject_path) as rejects, closing(_records(source, keys, max_line_bytes)) as records:
         for record in records:
             report.num_records += 1

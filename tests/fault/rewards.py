@@ -20,3 +20,13 @@ def hangs_on_one_prompt(response_text: str, *, prompt: str, label: object, metad
     while prompt.startswith("word2"):
         time.sleep(0.1)
     return even_share(response_text, prompt=prompt, label=label, metadata=metadata)
+
+
+def places(response_texts: list[str], *, prompt: str, label: object, metadata: object) -> list[float]:
+    """Return each response's place in the group: no two are the same."""
+    return [float(place) for place, _ in enumerate(response_texts)]
+
+
+def minus_mean(rewards: list[float], *, response_texts: list[str], **row: object) -> list[float]:
+    mean = sum(rewards) / len(rewards)
+    return [reward - mean for reward in rewards]

@@ -22,7 +22,6 @@ from strawflow_workers.quickstart.model import (
     make_model,
 )
 from strawflow_workers.quickstart.task import TaskFiles, export_task, task_named, task_names
-from strawflow_workers.rollout.rewards.spec import RewardSpec
 from strawflow_workers.rollout.rewards.verifiers import load_verifier
 
 KEYS = PromptKeys("prompt", "label", "metadata")
@@ -117,7 +116,7 @@ def test_exporting_again_writes_the_same_bytes_and_another_seed_other_training_r
 @pytest.mark.parametrize("name", task_names())
 def test_the_right_answer_of_every_task_fits_and_scores_one_after_json(name: str, tmp_path: Path) -> None:
     files = export_task(name, 2, out_dir=tmp_path, num_train=60, num_held_out=30)
-    verifier = load_verifier(RewardSpec(f"reasoning_gym:{files.task.dataset}"))
+    verifier = load_verifier(f"reasoning_gym:{files.task.dataset}").function
     for row in read_prompts(PromptSource(files.train), KEYS):
         assert row.label is not None
         assert row.metadata is not None

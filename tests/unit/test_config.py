@@ -80,9 +80,12 @@ def another(name: str, default: Any) -> tuple[str, Any]:
         "run.durability": "process",
         "data.on_bad_row": "skip",
         "rollout.engine": "fake",
+        "rollout.reward": "boxed_math",
         "rollout.reward_shape": "raw",
         "rollout.schedule": "sync",
         "rollout.on_new_weights": "park",
+        "rollout.reward_model_input": "text",
+        "rollout.reward_post_process": "mine:centred",
         "assemble.advantage": "dr_grpo",
         "assemble.failed_member": "drop-group",
         "assemble.stale": "mask",
@@ -91,6 +94,8 @@ def another(name: str, default: Any) -> tuple[str, Any]:
         return "[5, 7]", (5, 7)
     if name in choices:
         return choices[name], choices[name]
+    if name == "rollout.row_rewards":
+        return '["mine:score"]', ("mine:score",)
     match default:
         case bool():
             return str(not default).lower(), not default

@@ -77,7 +77,7 @@ ACT = RewardSpec("misbehave:act")
 @pytest.fixture(autouse=True)
 def _verifiers_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "misbehave.py").write_text(VERIFIERS)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
 
 
 def act(verb: str) -> RewardRequest:

@@ -17,9 +17,8 @@ from strawflow_workers.rollout.rewards.verifiers import load_verifier
 
 QUICK_LOAD = """
 import json, sys
-from strawflow_workers.rollout.rewards.spec import RewardSpec
 from strawflow_workers.rollout.rewards.verifiers import load_verifier
-score = load_verifier(RewardSpec(sys.argv[1], settings=json.loads(sys.argv[2])))
+score = load_verifier(sys.argv[1], settings=json.loads(sys.argv[2])).function
 entry = json.loads(sys.argv[3])
 scores = [score(text, prompt="", label=entry["answer"], metadata=entry) for text in json.loads(sys.argv[4])]
 print(json.dumps([scores, "matplotlib" in sys.modules]))
@@ -37,7 +36,7 @@ def gym_scores(name: str, entry: object, answers: list[str], **settings: object)
 
 
 def test_exact_compares_without_outer_white_space() -> None:
-    score = load_verifier(RewardSpec("exact"))
+    score = load_verifier("exact").function
     assert [score(text, prompt="", label="a b\n", metadata=None) for text in ("a b", " a b ", "ab", "")] == [
         1,
         1,
@@ -67,7 +66,7 @@ def test_a_gym_verifier_takes_the_settings_of_its_dataset() -> None:
 
 
 def test_without_an_entry_the_row_itself_is_scored() -> None:
-    score = load_verifier(RewardSpec("reasoning_gym:gcd"))
+    score = load_verifier("reasoning_gym:gcd").function
     assert score("6", prompt="gcd of 12 and 18?", label="6", metadata=None) == 1.0
     assert score("6", prompt="gcd of 12 and 18?", label="6", metadata={"difficulty": 1}) == 1.0
     with pytest.raises(ValueError, match="neither an entry in its metadata nor a label"):
@@ -77,17 +76,21 @@ def test_without_an_entry_the_row_itself_is_scored() -> None:
 @pytest.mark.parametrize(
     "name, message",
     [
-        ("exactly", "is unknown; write 'exact'"),
-        ("reasoning_gym:", "is unknown; write 'exact'"),
-        ("reasoning_gym:no_such_dataset", "no dataset of that name"),
+        ("exactly", "is unknown; did you mean 'exact'"),
+        ("reasoning_gym:", "is unknown; did you mean 'reasoning_gym:'"),
+        ("reasoning_gym:spel_backward", "no dataset of that name; did you mean 'spell_backward'"),
+        (
+            "reasonin_gym:gcd",
+            "cannot be loaded: No module named 'reasonin_gym'; did you mean 'reasoning_gym:'",
+        ),
         ("no.such.module:function", "cannot be loaded: No module named"),
-        ("json:no_such_function", "cannot be loaded: module 'json'"),
+        ("json:loadz", "cannot be loaded: module 'json' has no attribute 'loadz'; did you mean 'load"),
         ("json:__name__", "is str, not a function"),
     ],
 )
 def test_a_reward_that_cannot_be_loaded_is_a_configuration_error(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        load_verifier(RewardSpec(name))
+        load_verifier(name)
 
 
 def test_the_exact_shape_pays_for_full_scores_only() -> None:

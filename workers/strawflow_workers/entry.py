@@ -78,6 +78,15 @@ def _parser() -> argparse.ArgumentParser:
     flags.add_argument(
         "--check", nargs=argparse.REMAINDER, help="server arguments to check instead of listing all"
     )
+    reward = verbs.add_parser("reward")
+    reward.add_argument("spec")
+    reward.add_argument("--file", type=Path, required=True)
+    reward.add_argument("--shape", default="raw")
+    reward.add_argument("--post-process", default="")
+    reward.add_argument("--row-reward", action="append", default=[])
+    reward.add_argument("--timeout-s", type=float, default=10.0)
+    reward.add_argument("--processes", type=int, default=1)
+    reward.add_argument("--json", action="store_true")
     quickstart = verbs.add_parser("quickstart")
     quickstart.add_argument("--run", type=Path)
     quickstart.add_argument("--seed", type=int, default=0)
@@ -158,6 +167,24 @@ def _sglang_flags(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _reward(arguments: argparse.Namespace) -> int:
+    from strawflow_workers.rollout.rewards.check import check_command
+    from strawflow_workers.rollout.rewards.scorer import ScorerOptions
+    from strawflow_workers.rollout.rewards.spec import RewardSpec
+
+    options = ScorerOptions(
+        spec=RewardSpec(
+            arguments.spec,
+            arguments.shape,
+            row_rewards=tuple(arguments.row_reward),
+            post_process=arguments.post_process,
+        ),
+        num_processes=arguments.processes,
+        timeout_s=arguments.timeout_s,
+    )
+    return check_command(arguments.file, options, as_json=arguments.json)
+
+
 def _quickstart(arguments: argparse.Namespace) -> int:
     from strawflow_workers.quickstart.program import quickstart
 
@@ -171,6 +198,7 @@ VERBS: dict[str, Callable[[argparse.Namespace], int]] = {
     "supervise": _supervise,
     "replay": _replay,
     "sglang-flags": _sglang_flags,
+    "reward": _reward,
     "quickstart": _quickstart,
 }
 

@@ -19,8 +19,8 @@ from strawflow.flow.claim import Grant
 from strawflow.flow.continuation import saved_members
 from strawflow.flow.trajectory import COMPLETE_SEQ, PARTIAL, Member, UnitResult, failed_member
 from strawflow_workers.rollout.engine import ServedEngine
-from strawflow_workers.rollout.rewards.pool import RewardPool
-from strawflow_workers.rollout.rewards.spec import RewardRequest
+from strawflow_workers.rollout.rewards.members import MemberRewards
+from strawflow_workers.rollout.rewards.scorer import RewardScorer
 from strawflow_workers.rollout.sglang_client import EngineResponseError, GenerateRequest, Generation
 from strawflow_workers.rollout.stops import first_stop, is_at_end
 from strawflow_workers.rollout.tokens import PromptTokenizer
@@ -58,7 +58,7 @@ _NOTHING = _Response([], [], [], "abort")
 class UnitGenerator:
     """Generates and scores units; safe for many at a time on one event loop."""
 
-    def __init__(self, engine: ServedEngine, rewards: RewardPool, tokenizer: PromptTokenizer) -> None:
+    def __init__(self, engine: ServedEngine, rewards: RewardScorer, tokenizer: PromptTokenizer) -> None:
         self._engine, self._rewards, self._tokenizer = engine, rewards, tokenizer
 
     async def generate(self, grant: Grant) -> UnitResult:
@@ -68,27 +68,34 @@ class UnitGenerator:
             EngineUnavailableError: the engine does not answer; the unit's attempt has failed.
         """
         prompt_tokens = self._tokenizer.encode(grant.prompt)
+        rewards = MemberRewards(self._rewards, grant.prompt, prompt_tokens)
         saved = saved_members(grant.continuation)
         members = dict(saved)
         # Partial first, then whatever failed once more.
         for _ in range(2):
             open_ones = [n for n in range(grant.profile.num_samples) if _is_open(members.get(n))]
-            found = await self._members(grant, prompt_tokens, open_ones, saved)
+            found = await self._members(grant, prompt_tokens, open_ones, saved, rewards)
             members |= {m.member: m for m in found}
             if self._engine.is_interrupted or all(m.status != "failed" for m in found):
                 break
+        settled = await rewards.settle([members[n] for n in range(grant.profile.num_samples)])
         return UnitResult(
             unit_id=grant.unit_id,
             fence=grant.fence,
             seq=COMPLETE_SEQ,
             prompt_tokens=prompt_tokens,
-            members=[members[n] for n in range(grant.profile.num_samples)],
+            members=settled,
             profile=grant.profile,
             engine=self._engine.label,
         )
 
     async def _members(
-        self, grant: Grant, prompt_tokens: list[int], numbers: Sequence[int], saved: dict[int, Member]
+        self,
+        grant: Grant,
+        prompt_tokens: list[int],
+        numbers: Sequence[int],
+        saved: dict[int, Member],
+        rewards: MemberRewards,
     ) -> list[Member]:
         """Sample and score members: those with tokens each in a request of its own, the others in one together."""
         begun = [n for n in numbers if (known := saved.get(n)) is not None and known.status == PARTIAL]
@@ -104,7 +111,9 @@ class UnitGenerator:
             for pair in zip(group, found, strict=True)
         ]
         return list(
-            await asyncio.gather(*(self._scored(grant, number, answer) for number, answer in answers))
+            await asyncio.gather(
+                *(rewards.reward(self._sampled(number, answer)) for number, answer in answers)
+            )
         )
 
     async def _sample(
@@ -180,27 +189,20 @@ class UnitGenerator:
             rid=f"u{grant.unit_id}.{grant.fence}.m{numbers[0]}-{len(numbers)}",
         )
 
-    async def _scored(self, grant: Grant, number: int, response: _Response | EngineResponseError) -> Member:
+    def _sampled(self, number: int, response: _Response | EngineResponseError) -> Member:
         if isinstance(response, EngineResponseError):
             return failed_member(number, f"engine: {response.message}")
         if response.finish_reason == "abort":
             return _partial(number, response)
-        text = self._tokenizer.decode(response.tokens)
-        outcome = await self._rewards.score(
-            RewardRequest(text, grant.prompt.prompt, grant.prompt.label, grant.prompt.metadata)
-        )
-        status = "truncated" if response.finish_reason == "length" else "finished"
         return Member(
             member=number,
-            status="failed" if outcome.failure is not None else status,
+            status="truncated" if response.finish_reason == "length" else "finished",
             response_tokens=response.tokens,
             logprobs=response.logprobs,
             token_versions=response.versions,
             finish_reason=response.finish_reason,
-            reward=outcome.reward,
-            score=outcome.score,
-            failure=None if outcome.failure is None else f"reward: {outcome.failure}",
-            response_text=text,
+            reward=None,
+            response_text=self._tokenizer.decode(response.tokens),
         )
 
 

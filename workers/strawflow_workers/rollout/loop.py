@@ -32,8 +32,7 @@ from strawflow_workers.drain import Drain
 from strawflow_workers.rollout.demonstrations import demonstration
 from strawflow_workers.rollout.engine import ServedEngine
 from strawflow_workers.rollout.generate import UnitGenerator
-from strawflow_workers.rollout.rewards.pool import RewardPool
-from strawflow_workers.rollout.rewards.spec import RewardSpec
+from strawflow_workers.rollout.rewards.scorer import RewardScorer, ScorerOptions
 from strawflow_workers.rollout.sglang_client import EngineUnavailableError
 from strawflow_workers.rollout.tokens import PromptTokenizer
 
@@ -95,13 +94,9 @@ class RolloutLoop:
         if version is None:
             return
         self._tokenizer = PromptTokenizer(self._run.model_path)
-        rollout = self._config.rollout
-        reward = RewardSpec(rollout.reward, rollout.reward_shape)
         starting = asyncio.create_task(self._engine.start(version))
         try:
-            async with RewardPool(
-                reward, num_processes=rollout.reward_processes, timeout_s=rollout.reward_timeout_s
-            ) as rewards:
+            async with RewardScorer(ScorerOptions.of(self._config.rollout)) as rewards:
                 self._generator = UnitGenerator(self._engine, rewards, self._tokenizer)
                 await self._work(starting)
         finally:

@@ -1,6 +1,6 @@
 """Reward requests that wait for a process, shared by the lanes of a pool.
 
-1. A request is here, or owed by a process, or both while one is stuck with it; its outcome is settled once.
+1. A request is here, or owed by a process, or both while one is stuck with it; its answer is settled once.
 2. What a process gives back goes to the front: it has waited longest.
 3. Batches are as large as the usual cost of a request allows; a batch of slow requests is a single one.
 """
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from strawflow_workers.rollout.rewards.spec import RewardOutcome, RewardRequest
+from strawflow_workers.rollout.rewards.calls import Answer, Call
 
 _MAX_BATCH = 64
 _BATCH_SECONDS = 0.02
@@ -26,15 +26,15 @@ _MEMORY = 0.9
 
 @dataclass(eq=False, slots=True)
 class Ticket:
-    """A request and the place where its outcome is awaited."""
+    """A call and the place where its answer is awaited."""
 
     number: int
-    request: RewardRequest
-    outcome: asyncio.Future[RewardOutcome]
+    call: Call
+    answer: asyncio.Future[Answer]
 
-    def settle(self, outcome: RewardOutcome) -> None:
-        if not self.outcome.done():
-            self.outcome.set_result(outcome)
+    def settle(self, answer: Answer) -> None:
+        if not self.answer.done():
+            self.answer.set_result(answer)
 
 
 class Backlog:
@@ -57,7 +57,7 @@ class Backlog:
 
     def put_back(self, tickets: Iterable[Ticket]) -> None:
         """Put tickets before all others, in their order, leaving out those that are settled."""
-        self._waiting.extendleft(reversed([ticket for ticket in tickets if not ticket.outcome.done()]))
+        self._waiting.extendleft(reversed([ticket for ticket in tickets if not ticket.answer.done()]))
         self._announce()
 
     def _announce(self) -> None:
@@ -79,7 +79,7 @@ class Backlog:
         batch: list[Ticket] = []
         while self._waiting and len(batch) < limit:
             ticket = self._waiting.popleft()
-            if not ticket.outcome.done():
+            if not ticket.answer.done():
                 batch.append(ticket)
         if not self._waiting:
             self._arrived.clear()

@@ -12,12 +12,17 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
+from collections.abc import Iterable, Sequence
 
 from strawflow.errors import ConfigError, StrawflowError, WorkerFailedError
 from strawflow_workers.rollout.rewards.backlog import Backlog, Ticket
-from strawflow_workers.rollout.rewards.batch_run import BatchRun
+from strawflow_workers.rollout.rewards.batch_run import BatchRun, TimeLimits
+from strawflow_workers.rollout.rewards.calls import Answer, Call, Value
 from strawflow_workers.rollout.rewards.process import RewardProcess
 from strawflow_workers.rollout.rewards.spec import RewardOutcome, RewardRequest, RewardSpec
+
+log = logging.getLogger(__name__)
 
 _IDLE_SECONDS = 2.0
 """A surplus process that finds nothing to do for this long is retired."""
@@ -38,14 +43,15 @@ class RewardPool:
             )
         self._spec = reward
         self._num_processes = num_processes
-        self._timeout_s = timeout_s
-        self._load_timeout_s = load_timeout_s
+        self._limits = TimeLimits(call_s=timeout_s, load_s=load_timeout_s)
         self._numbers = itertools.count()
         self._backlog = Backlog(when_short=self._add_lane_when_stuck)
-        self._awaited: set[asyncio.Future[RewardOutcome]] = set()
+        self._awaited: set[asyncio.Future[Answer]] = set()
         self._lanes: set[asyncio.Task[None]] = set()
         self._num_idle = 0
         self._processes: set[RewardProcess] = set()
+        self._groups: dict[str, bool] = {}
+        self._warned: set[str] = set()
         self._loaded = asyncio.Event()
         self._broken: StrawflowError | None = None
 
@@ -83,21 +89,53 @@ class RewardPool:
             lane.cancel()
         await asyncio.gather(*lanes, return_exceptions=True)
 
-    async def score(self, request: RewardRequest) -> RewardOutcome:
-        """Score one response.
+    def takes_group(self, name: str) -> bool:
+        """Whether a reward of the configuration scores a whole group in one call; known once the pool has started."""
+        return self._groups.get(name, False)
+
+    async def score(self, request: RewardRequest, *, reward: str | None = None) -> RewardOutcome:
+        """Score one response by the run's reward, or by `reward` where its row names one.
 
         Raises:
             WorkerFailedError: the pool is not running, or can start no process any more.
         """
+        return (await self.score_group([request], reward=reward))[0]
+
+    async def score_group(
+        self, requests: Sequence[RewardRequest], *, reward: str | None = None
+    ) -> list[RewardOutcome]:
+        """Score the members of one group in one call of a reward that takes groups.
+
+        Raises:
+            WorkerFailedError: as `score` does.
+        """
+        answer = await self._ask(Call.of(reward or self._spec.name, requests))
+        return [self._outcome(value) for value in answer.for_each(len(requests))]
+
+    async def post_process(self, requests: Sequence[RewardRequest], rewards: Sequence[float]) -> list[Value]:
+        """Return what the run's post-processing makes of a group's rewards: for each a number, or why there is none.
+
+        Raises:
+            WorkerFailedError: as `score` does.
+        """
+        answer = await self._ask(Call.of(self._spec.post_process, requests, rewards=rewards))
+        return answer.for_each(len(requests))
+
+    def _outcome(self, value: Value) -> RewardOutcome:
+        if isinstance(value, str):
+            return RewardOutcome.failed(value)
+        return RewardOutcome.scored(value, spec=self._spec)
+
+    async def _ask(self, call: Call) -> Answer:
         if self._broken is not None:
             raise WorkerFailedError(f"no reward can be scored any more: {self._broken}") from self._broken
         if not self._lanes:
             raise WorkerFailedError("the reward pool was not started")
-        outcome: asyncio.Future[RewardOutcome] = asyncio.get_running_loop().create_future()
-        self._awaited.add(outcome)
-        outcome.add_done_callback(self._awaited.discard)
-        self._backlog.put(Ticket(next(self._numbers), request, outcome))
-        return await outcome
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._awaited.add(answer)
+        answer.add_done_callback(self._awaited.discard)
+        self._backlog.put(Ticket(next(self._numbers), call, answer))
+        return await answer
 
     # --- lanes: each keeps one process busy, and replaces it
 
@@ -124,14 +162,25 @@ class RewardPool:
             return
         self._broken = error
         self._loaded.set()
-        for outcome in list(self._awaited):
-            if not outcome.done():
-                outcome.set_exception(error)
+        for answer in list(self._awaited):
+            if not answer.done():
+                answer.set_exception(error)
+
+    def _warn(self, warnings: Iterable[str]) -> None:
+        """Say once what this host lacks, however many processes find it out."""
+        for text in warnings:
+            if text not in self._warned:
+                self._warned.add(text)
+                log.warning("%s", text)
 
     async def _run_lane(self) -> None:
         while True:
-            process = await RewardProcess.start(self._spec, load_timeout_s=self._load_timeout_s)
+            process = await RewardProcess.start(
+                self._spec, limit_s=self._limits.call_s, load_timeout_s=self._limits.load_s
+            )
             self._processes.add(process)
+            self._groups = process.groups
+            self._warn(process.warnings)
             self._loaded.set()
             try:
                 if await self._keep_busy(process):
@@ -145,9 +194,7 @@ class RewardPool:
         while True:
             batch = self._backlog.take(num_takers=len(self._lanes))
             if batch:
-                run = BatchRun(
-                    process, batch, spec=self._spec, backlog=self._backlog, timeout_s=self._timeout_s
-                )
+                run = BatchRun(process, batch, backlog=self._backlog, limits=self._limits, warn=self._warn)
                 if not await run.run():
                     return False
             elif not self._backlog and await self._is_surplus():

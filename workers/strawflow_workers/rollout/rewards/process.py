@@ -19,8 +19,9 @@ from dataclasses import asdict
 from typing import Any
 
 from strawflow.errors import ConfigError, WorkerFailedError
+from strawflow_workers.rollout.rewards.calls import Call
 from strawflow_workers.rollout.rewards.frames import FrameBuffer, encode_frame
-from strawflow_workers.rollout.rewards.spec import RewardRequest, RewardSpec
+from strawflow_workers.rollout.rewards.spec import RewardSpec
 
 WORKER_MODULE = "strawflow_workers.rollout.rewards.worker"
 _EXIT_SECONDS = 1.0
@@ -48,13 +49,17 @@ class RewardProcess:
         self._writer = writer
         self._frames = FrameBuffer()
         self._killed = False
+        self.groups: dict[str, bool] = {}
+        """The rewards loaded at the start, and whether each takes a whole group."""
+        self.warnings: list[str] = []
+        """What this host lacks for them."""
 
     @classmethod
-    async def start(cls, spec: RewardSpec, *, load_timeout_s: float) -> RewardProcess:
-        """Start a process and wait until its verifier is loaded.
+    async def start(cls, spec: RewardSpec, *, limit_s: float, load_timeout_s: float) -> RewardProcess:
+        """Start a process and wait until the rewards of the configuration are loaded.
 
         Raises:
-            ConfigError: the verifier cannot be loaded.
+            ConfigError: one of them cannot be loaded.
             WorkerFailedError: the process ended, or was not ready within the time.
         """
         ours, theirs = socket.socketpair()
@@ -67,7 +72,7 @@ class RewardProcess:
             )
         self = cls(process, *await asyncio.open_connection(sock=ours))
         try:
-            await self._load(spec, load_timeout_s)
+            await self._load(spec, limit_s, load_timeout_s)
         except BaseException:
             await self.kill()
             raise
@@ -77,8 +82,8 @@ class RewardProcess:
     def pid(self) -> int:
         return self._process.pid
 
-    async def _load(self, spec: RewardSpec, load_timeout_s: float) -> None:
-        self._writer.write(encode_frame({"spec": asdict(spec)}))
+    async def _load(self, spec: RewardSpec, limit_s: float, load_timeout_s: float) -> None:
+        self._writer.write(encode_frame({"spec": asdict(spec), "limit_s": limit_s}))
         deadline = asyncio.get_running_loop().time() + load_timeout_s
         try:
             answers = await self._messages(deadline)
@@ -90,10 +95,11 @@ class RewardProcess:
             raise WorkerFailedError(f"reward {spec.name!r} was not loaded within {load_timeout_s:g} s")
         if "refused" in answers[0]:
             raise ConfigError(answers[0]["refused"])
+        self.groups, self.warnings = answers[0]["ready"], answers[0]["warnings"]
 
-    def send(self, requests: Iterable[tuple[int, RewardRequest]]) -> None:
-        """Ask for scores; answers come in this order."""
-        rows = [[number, r.response_text, r.prompt, r.label, r.metadata] for number, r in requests]
+    def send(self, calls: Iterable[tuple[int, Call]]) -> None:
+        """Ask for answers; they come in this order."""
+        rows = [[number, *call.as_row()] for number, call in calls]
         self._writer.write(encode_frame({"score": rows}))
 
     def skip(self, request_ids: list[int]) -> None:
@@ -101,7 +107,7 @@ class RewardProcess:
         self._writer.write(encode_frame({"skip": request_ids}))
 
     async def replies(self, deadline: float) -> list[Reply]:
-        """Return the answers that have come, or none when the deadline (loop time) passes.
+        """Return what has come (see worker.py), or nothing when the deadline (loop time) passes.
 
         Raises:
             ProcessEndedError: the process ended.

@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -18,14 +18,18 @@ RewardShape = Literal["raw", "exact"]
 
 @dataclass(frozen=True)
 class RewardSpec:
-    """Which verifier scores the responses, and how its score becomes the reward."""
+    """Which rewards a run has, and how their scores become rewards."""
 
     name: str
-    """`exact`, `reasoning_gym:DATASET`, or `package.module:function`."""
+    """The run's reward, as `strawflow.reward_names` has it."""
     shape: RewardShape = "raw"
     """`raw`: the score as it is. `exact`: 1 where the score is exactly 1, else 0 (partial credit counts nothing)."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Configuration of a reasoning-gym dataset, where its verifier needs one; JSON values."""
+    row_rewards: tuple[str, ...] = ()
+    """Functions and addresses that rows may name."""
+    post_process: str = ""
+    """`package.module:function` that turns the rewards of a group into others; empty: none."""
 
     def __post_init__(self) -> None:
         if self.shape not in ("raw", "exact"):
@@ -46,6 +50,11 @@ class RewardRequest:
     """As stored: text verbatim, or JSON text."""
     metadata: str | None = None
     """As stored: the JSON text of an object."""
+    prompt_is_messages: bool = False
+    """The prompt is the JSON text of chat messages."""
+    prompt_tokens: Sequence[int] = ()
+    response_tokens: Sequence[int] = ()
+    """The very ids that were sampled, for a reward model of the same vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)

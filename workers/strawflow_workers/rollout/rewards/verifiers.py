@@ -1,140 +1,131 @@
-"""The verifiers by name, loaded inside a reward process: `exact`, `reasoning_gym:DATASET`, `module:function`.
+"""Verifiers by name, loaded inside a reward process. Which file holds which: the `match` in `load_verifier`.
 
-1. A verifier is called as `verifier(response_text, *, prompt, label, metadata) -> float`: label is text or None,
-   metadata the parsed object or None. What it raises, and any value that is no finite number, is a failure.
-2. Loading is what can be wrong with the configuration, so it raises ConfigError; scoring never does.
-3. This module knows no time limits and no processes.
+1. A verifier of one is called as `verifier(response_text, *, prompt, label, metadata) -> float`: label is text or None, metadata
+   the parsed object or None. One of a group is called once with the list of all its members' texts in the place of the text,
+   and returns as many numbers. Either may be `async`. What it raises, and what is no finite number, is a failure.
+2. A function takes a group where its name begins with `group:` or it has a true attribute `takes_group`.
+3. Loading is what can be wrong with the configuration, so it raises ConfigError; scoring never does.
+4. This module knows no time limits and no processes.
 """
 
 from __future__ import annotations
 
+import difflib
 import importlib
-import importlib.util
-import re
-import sys
+import random
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from types import ModuleType
+from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 from strawflow.errors import ConfigError
-from strawflow_workers.rollout.rewards.spec import RewardSpec
+from strawflow.reward_names import RewardName, nearest_scheme, parse_reward
+from strawflow_workers.rollout.rewards import (
+    code_tests,
+    gym,
+    instructions,
+    math_answer,
+    multiple_choice,
+    sandbox,
+    text_match,
+)
+from strawflow_workers.rollout.rewards.boxed import last_boxed
 
-Verifier = Callable[..., Any]
-
-_GYM = "reasoning_gym"
+Function = Callable[..., Any]
 
 
-def load_verifier(spec: RewardSpec) -> Verifier:
-    """Return the verifier a spec names.
+@dataclass(frozen=True)
+class Verifier:
+    """A loaded verifier."""
+
+    function: Function
+    takes_group: bool = False
+    warnings: tuple[str, ...] = ()
+    """What this host lacks for it, in words."""
+
+
+def load_verifier(name: str, *, settings: Mapping[str, Any] | None = None, limit_s: float = 10.0) -> Verifier:
+    """Return the verifier of a name; `limit_s` is the time that one of its calls may take in all.
 
     Raises:
         ConfigError: no such verifier, or it cannot be imported.
     """
-    scheme, _, rest = spec.name.partition(":")
-    if spec.name == "exact":
-        return exact
-    if scheme == _GYM and rest:
-        return _gym_verifier(rest, spec.settings)
-    if scheme and rest:
-        return _imported(spec.name, scheme, rest)
-    raise ConfigError(
-        f"reward {spec.name!r} is unknown; write 'exact', 'reasoning_gym:DATASET' or 'package.module:function'"
-    )
+    parsed = parse_reward(name)
+    if parsed.over_http:
+        raise ConfigError(f"reward {name!r} is asked of a server; no process loads it")
+    if parsed.kind == "function":
+        function = import_function(name, parsed.target)
+        takes_group = parsed.takes_group or bool(getattr(function, "takes_group", False))
+        return Verifier(function, takes_group=takes_group)
+    function = _built_in(parsed, settings or {}, limit_s)
+    warnings: tuple[str, ...] = ()
+    if parsed.target == "code:python":
+        warnings = tuple(
+            f"code under test is not walled in whole: {text}" for text in sandbox.missing_walls()
+        )
+    if parsed.boxed:
+        # math-verify finds bare LaTeX only where something marks it, so it gets the box with what is in it.
+        return Verifier(_of_the_box(function, "\\boxed{%s}" if parsed.target == "math" else "%s"))
+    return Verifier(function, warnings=warnings)
 
 
-def exact(response_text: str, *, prompt: str, label: str | None, metadata: Mapping[str, Any] | None) -> float:
-    """Score 1 where the response is the label, white space around both aside, else 0."""
-    del prompt, metadata
-    if label is None:
-        raise ValueError("the row has no label to compare with")
-    return float(response_text.strip() == label.strip())
+def import_function(name: str, path: str) -> Function:
+    """Return what `package.module:function` names.
 
-
-def _imported(name: str, module_name: str, function: str) -> Verifier:
+    Raises:
+        ConfigError: it cannot be imported or is no function.
+    """
+    module_name, _, attribute = path.partition(":")
     try:
-        found = getattr(importlib.import_module(module_name), function)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"reward {name!r} cannot be loaded: {error}") from error
-    if not callable(found):
-        raise ConfigError(f"reward {name!r} is {type(found).__name__}, not a function")
-    verifier: Verifier = found
-    return verifier
-
-
-def _gym_verifier(dataset_name: str, settings: Mapping[str, Any]) -> Verifier:
-    dataset = _open_gym_dataset(dataset_name, settings)
-
-    def score(
-        response_text: str, *, prompt: str, label: str | None, metadata: Mapping[str, Any] | None
-    ) -> Any:
-        return dataset.score_answer(response_text, _gym_entry(prompt, label, metadata))
-
-    return score
-
-
-def _gym_entry(prompt: str, label: str | None, metadata: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """Return the dataset's own entry: the row's metadata holds it whole, else the row itself is made into one."""
-    if metadata is not None and {"question", "answer", "metadata"} <= metadata.keys():
-        return metadata
-    if label is None:
-        raise ValueError("the row has neither an entry in its metadata nor a label")
-    return {"question": prompt, "answer": label, "metadata": dict(metadata or {})}
-
-
-def _open_gym_dataset(dataset_name: str, settings: Mapping[str, Any]) -> Any:
-    try:
-        _import_gym_dataset(dataset_name)
-        factory = importlib.import_module(f"{_GYM}.factory")
+        module = importlib.import_module(module_name)
     except ImportError as error:
         raise ConfigError(
-            f"reward '{_GYM}:{dataset_name}' cannot be loaded: {error}; install {_GYM}"
+            f"reward {name!r} cannot be loaded: {error}{nearest_scheme(module_name)}"
         ) from error
-    if dataset_name not in factory.DATASETS:
-        raise ConfigError(f"reward '{_GYM}:{dataset_name}' is unknown; {_GYM} has no dataset of that name")
     try:
-        return factory.create_dataset(dataset_name, **{"seed": 0, "size": 1, **settings})
-    except (TypeError, AssertionError) as error:
-        raise ConfigError(f"reward '{_GYM}:{dataset_name}' does not take these settings: {error}") from error
+        found = reduce(getattr, attribute.split("."), module)
+    except AttributeError as error:
+        near = difflib.get_close_matches(attribute, vars(module), n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"reward {name!r} cannot be loaded: {error}{hint}") from error
+    if not callable(found):
+        raise ConfigError(f"reward {name!r} is {type(found).__name__}, not a function")
+    function: Function = found
+    return function
 
 
-def _import_gym_dataset(dataset_name: str) -> None:
-    """Import the one module that registers a dataset, or the whole package where that does not work.
-
-    The package's own __init__ imports every dataset and with them matplotlib, sympy and others: two seconds against
-    a tenth. A replacement of a killed process pays this each time, hence the short way. It is taken only here, in a
-    process that has no other use for the package.
-    """
-    if _GYM in sys.modules:
-        return
-    spec = importlib.util.find_spec(_GYM)
-    if spec is None or not spec.submodule_search_locations:
-        raise ImportError(f"no module named {_GYM!r}")
-    root = Path(spec.submodule_search_locations[0])
-    registers = re.compile(
-        rf"""^\s*(DATASET_NAME\s*=|register_dataset\()\s*["']{re.escape(dataset_name)}["']""", re.M
-    )
-    for path in sorted(root.rglob("*.py")):
-        if registers.search(path.read_text(encoding="utf-8")):
-            parts = path.relative_to(root).with_suffix("").parts
-            try:
-                _import_without_inits(root, parts)
-                return
-            except ImportError:
-                _forget_gym()
-                break
-    importlib.import_module(_GYM)
+def _built_in(name: RewardName, settings: Mapping[str, Any], limit_s: float) -> Function:
+    if name.kind == "reasoning_gym":
+        return gym.load(name.target, settings)
+    match name.target:
+        case "exact":
+            return text_match.exact
+        case "f1":
+            return text_match.f1
+        case "math":
+            return math_answer.load()
+        case "multiple_choice":
+            return multiple_choice.multiple_choice
+        case "instructions":
+            return instructions.instructions
+        case "code:python":
+            return code_tests.load(limit_s)
+        case "random":
+            return _random
+    raise ConfigError(f"reward {name.text!r} has a name and no verifier")
 
 
-def _import_without_inits(root: Path, parts: tuple[str, ...]) -> None:
-    for depth in range(len(parts)):
-        name = ".".join((_GYM, *parts[:depth]))
-        shell = ModuleType(name)
-        shell.__path__ = [str(root.joinpath(*parts[:depth]))]
-        sys.modules[name] = shell
-    importlib.import_module(".".join((_GYM, *parts)))
+def _random(response_text: str, **row: Any) -> float:
+    """Score 0 or 1 by chance, whatever the response: for load tests, where nothing should be learnt."""
+    del response_text, row
+    return float(random.getrandbits(1))
 
 
-def _forget_gym() -> None:
-    for name in [name for name in sys.modules if name == _GYM or name.startswith(f"{_GYM}.")]:
-        del sys.modules[name]
+def _of_the_box(function: Function, form: str) -> Function:
+    """Score what the last box holds, put into `form`; a response without one scores 0."""
+
+    def score(response_text: str, **row: Any) -> Any:
+        answer = last_boxed(response_text)
+        return 0.0 if answer is None else function(form % answer, **row)
+
+    return score

@@ -1,7 +1,10 @@
 """A reward process: `python -m strawflow_workers.rollout.rewards.worker PARENT_PID`, spoken to over its standard streams.
 
-In:  {"spec": {...}} once, then {"score": [[id, response_text, prompt, label, metadata], ...]} and {"skip": [id, ...]}.
-Out: {"ready": true} or {"refused": text}, then [id, "scored", number], [id, "failed", text] or [id, "skipped", null].
+In:  {"spec": {...}, "limit_s": seconds} once, then {"score": [[id, function, texts, prompt, label, metadata, rewards], ...]}
+     and {"skip": [id, ...]}.
+Out: {"ready": {name: takes a group}, "warnings": [...]} or {"refused": text}, then [id, "scored", [number or failure, ...]],
+     [id, "failed", text] or [id, "skipped", null]; before them [id, "loading", null] and [id, "loaded", warnings] where a row's
+     own reward is loaded first.
 
 1. Requests are answered one by one in the order they came, each answer written before the next request is begun, so
    the first unanswered request is the one that runs: the pool knows whom to blame.
@@ -11,10 +14,10 @@ Out: {"ready": true} or {"refused": text}, then [id, "scored", number], [id, "fa
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import inspect
 import json
-import math
-import numbers
 import os
 import select
 import sys
@@ -23,6 +26,8 @@ from typing import Any
 
 from strawflow.errors import ConfigError
 from strawflow.parentage import die_with_parent
+from strawflow.reward_names import parse_reward
+from strawflow_workers.rollout.rewards.calls import Call, Value, checked_values, finite_number
 from strawflow_workers.rollout.rewards.frames import FrameBuffer, encode_frame
 from strawflow_workers.rollout.rewards.spec import RewardSpec
 from strawflow_workers.rollout.rewards.verifiers import Verifier, load_verifier
@@ -38,17 +43,53 @@ def main() -> None:
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
         file.write("500")
     wire = _Wire()
-    spec = RewardSpec(**wire.next_message()["spec"])
+    start = wire.next_message()
+    verifiers = _Verifiers(RewardSpec(**start["spec"]), limit_s=start["limit_s"])
     try:
-        verifier = load_verifier(spec)
+        verifiers.load_configured()
     except ConfigError as error:
         wire.send({"refused": error.message})
         return
-    wire.send({"ready": True})
-    _serve(wire, verifier)
+    wire.send({"ready": verifiers.groups, "warnings": verifiers.warnings})
+    _serve(wire, verifiers)
 
 
-def _serve(wire: _Wire, verifier: Verifier) -> None:
+class _Verifiers:
+    """The verifiers of this process: those of the configuration at once, those that rows name when they come."""
+
+    def __init__(self, spec: RewardSpec, *, limit_s: float) -> None:
+        self._spec = spec
+        self._limit_s = limit_s
+        self._loaded: dict[str, Verifier] = {}
+
+    def load_configured(self) -> None:
+        """Load the run's rewards.
+
+        Raises:
+            ConfigError: one of them cannot be loaded.
+        """
+        for name in (self._spec.name, *self._spec.row_rewards, self._spec.post_process):
+            if name and not parse_reward(name).over_http:
+                self.load(name)
+
+    def load(self, name: str) -> Verifier:
+        found = load_verifier(name, settings=self._spec.settings, limit_s=self._limit_s)
+        self._loaded[name] = found
+        return found
+
+    def get(self, name: str) -> Verifier | None:
+        return self._loaded.get(name)
+
+    @property
+    def groups(self) -> dict[str, bool]:
+        return {name: verifier.takes_group for name, verifier in self._loaded.items()}
+
+    @property
+    def warnings(self) -> list[str]:
+        return [text for verifier in self._loaded.values() for text in verifier.warnings]
+
+
+def _serve(wire: _Wire, verifiers: _Verifiers) -> None:
     waiting: deque[list[Any]] = deque()
     unwanted: set[int] = set()
     while True:
@@ -57,32 +98,44 @@ def _serve(wire: _Wire, verifier: Verifier) -> None:
             unwanted.update(message.get("skip", ()))
         if not waiting:  # the message only took requests back
             continue
-        request_id, *request = waiting.popleft()
+        request_id, *row = waiting.popleft()
         if request_id in unwanted:
             unwanted.discard(request_id)
             wire.send([request_id, "skipped", None])
-        else:
-            wire.send([request_id, *_score(verifier, *request)])
+            continue
+        call = Call(*row)
+        verifier = verifiers.get(call.function)
+        if verifier is None:
+            wire.send([request_id, "loading", None])  # which the request's own time limit does not count
+            try:
+                verifier = verifiers.load(call.function)
+            except ConfigError as error:
+                wire.send([request_id, "failed", error.message[:_FAILURE_CHARS]])
+                continue
+            wire.send([request_id, "loaded", verifier.warnings])
+        wire.send([request_id, *_answer(verifier, call)])
 
 
-def _score(
-    verifier: Verifier, response_text: str, prompt: str, label: str | None, metadata: str | None
-) -> tuple[str, float | str]:
+def _answer(verifier: Verifier, call: Call) -> tuple[str, list[Value] | str]:
     try:
-        parsed = None if metadata is None else json.loads(metadata)
-        value = verifier(response_text, prompt=prompt, label=label, metadata=parsed)
-        return "scored", _finite_number(value)
+        metadata = None if call.metadata is None else json.loads(call.metadata)
+        row = {"prompt": call.prompt, "label": call.label, "metadata": metadata}
+        if call.rewards is not None:
+            found = _called(verifier, list(call.rewards), response_texts=list(call.texts), **row)
+        elif verifier.takes_group:
+            found = _called(verifier, list(call.texts), **row)
+        else:
+            return "scored", [finite_number(_called(verifier, call.texts[0], **row))]
+        return "scored", checked_values(found, num_texts=len(call.texts))
     except Exception as error:  # whatever user code raises is the outcome of this request
         return "failed", f"the reward raised {type(error).__name__}: {error}"[:_FAILURE_CHARS]
 
 
-def _finite_number(value: Any) -> float:
-    if not isinstance(value, numbers.Real):
-        raise TypeError(f"a reward must be a number, this one is {type(value).__name__}")
-    number = float(value)
-    if not math.isfinite(number):
-        raise ValueError(f"a reward must be a finite number, this one is {number}")
-    return number
+def _called(verifier: Verifier, *given: Any, **row: Any) -> Any:
+    found = verifier.function(*given, **row)
+    if inspect.iscoroutine(found):  # an `async def`
+        return asyncio.run(found)
+    return found
 
 
 class _Wire:
