@@ -17,6 +17,7 @@ import pytest
 
 from strawflow.errors import ConfigError, WorkerFailedError
 from strawflow_workers.rollout.rewards.pool import RewardPool
+from strawflow_workers.rollout.rewards.process import RewardProcess
 from strawflow_workers.rollout.rewards.spec import RewardOutcome, RewardRequest, RewardSpec
 
 VERIFIERS = '''
@@ -322,6 +323,7 @@ def test_scoring_before_the_start_is_refused() -> None:
 PARENT = """
 import asyncio, sys
 from strawflow_workers.rollout.rewards.pool import RewardPool
+from strawflow_workers.rollout.rewards.process import RewardProcess
 from strawflow_workers.rollout.rewards.spec import RewardRequest, RewardSpec
 
 async def main():
@@ -349,3 +351,26 @@ def test_no_reward_process_outlives_a_parent_killed_with_sigkill() -> None:
         parent.send_signal(signal.SIGKILL)
         parent.communicate()
     until(lambda: all(gone(pid) for pid in pids))
+
+
+def test_processes_that_find_themselves_one_too_many_at_the_same_time_do_not_all_go(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("strawflow_workers.rollout.rewards.pool._IDLE_SECONDS", 1.0)
+    kill = RewardProcess.kill
+
+    async def kill_slowly(process: RewardProcess) -> None:
+        await asyncio.sleep(2.0)  # as on a busy host: the other's patience ends meanwhile
+        await kill(process)
+
+    monkeypatch.setattr(RewardProcess, "kill", kill_slowly)
+
+    async def body(pool: RewardPool) -> RewardOutcome:
+        pool._add_lane()  # as a stuck process calls for
+        while len(pool.pids) < 2:
+            await asyncio.sleep(0.02)
+        await pool.score(act("score 0.5"))  # wakes both, so that their patience ends together
+        await asyncio.sleep(4.0)
+        return await pool.score(act("score 1.0"))
+
+    assert with_pool(body).score == 1.0

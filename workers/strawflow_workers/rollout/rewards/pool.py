@@ -48,6 +48,8 @@ class RewardPool:
         self._backlog = Backlog(when_short=self._add_lane_when_stuck)
         self._awaited: set[asyncio.Future[Answer]] = set()
         self._lanes: set[asyncio.Task[None]] = set()
+        self._leaving: set[asyncio.Task[None]] = set()
+        """Those of them that found themselves one too many and have not ended yet."""
         self._num_idle = 0
         self._processes: set[RewardProcess] = set()
         self._groups: dict[str, bool] = {}
@@ -146,11 +148,12 @@ class RewardPool:
 
     def _add_lane_when_stuck(self) -> None:
         wanted = self._num_processes + min(self._backlog.num_stuck, self._num_processes)
-        if self._broken is None and not self._num_idle and len(self._lanes) < wanted:
+        if self._broken is None and not self._num_idle and self._num_staying < wanted:
             self._add_lane()
 
     def _lane_ended(self, lane: asyncio.Task[None]) -> None:
         self._lanes.discard(lane)
+        self._leaving.discard(lane)
         if lane.cancelled() or (error := lane.exception()) is None:
             return
         if not isinstance(error, StrawflowError):
@@ -183,11 +186,12 @@ class RewardPool:
             self._warn(process.warnings)
             self._loaded.set()
             try:
-                if await self._keep_busy(process):
-                    return
+                is_leaving = await self._keep_busy(process)
             finally:
                 self._processes.discard(process)
                 await process.kill()
+            if is_leaving:
+                return
 
     async def _keep_busy(self, process: RewardProcess) -> bool:
         """Feed a process until it was killed (return False) or is one too many (return True)."""
@@ -207,4 +211,13 @@ class RewardPool:
             await self._backlog.arrival(timeout_s=_IDLE_SECONDS)
         finally:
             self._num_idle -= 1
-        return not self._backlog and len(self._lanes) > self._num_processes + self._backlog.num_stuck
+        is_surplus = not self._backlog and self._num_staying > self._num_processes + self._backlog.num_stuck
+        if is_surplus and (lane := asyncio.current_task()) is not None:
+            self._leaving.add(
+                lane
+            )  # at once: of two that are idle each would count the other, and both would go
+        return is_surplus
+
+    @property
+    def _num_staying(self) -> int:
+        return len(self._lanes - self._leaving)
