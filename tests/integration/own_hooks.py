@@ -68,7 +68,11 @@ async def never_ends(sample: Sample, engine: Engine) -> Segment:
     return Segment()
 
 
+JUDGED: list[tuple[int, int]] = []
+
+
 def drops_member_2(sample: Sample, rollout: Rollout) -> Verdict:
+    JUDGED.append((sample.unit_id, sample.member))
     return Verdict(sample.member != 2, "too_long")
 
 
@@ -127,3 +131,15 @@ async def asks_for_ever(sample: Sample, engine: Engine) -> Segment:
 def changes_its_mind(group: CompletedGroup) -> Verdict:
     SEEN.append((group.unit_id, 0))
     return Verdict(len(SEEN) % 2 == 0, "odd")
+
+
+IS_SLOW = [False]
+
+
+async def fans_out_slowly(sample: Sample, engine: Engine) -> list[Segment]:
+    """As `fans_out`, but while IS_SLOW all members except the one of three segments wait."""
+    import asyncio
+
+    while IS_SLOW[0] and FAN_OUT[sample.member] < 3:
+        await asyncio.sleep(0.05)
+    return await fans_out(sample, engine)

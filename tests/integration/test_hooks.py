@@ -19,11 +19,14 @@ from rich.console import Console
 from strawflow.cli.status import render
 from strawflow.errors import ConfigError, WorkerFailedError
 from strawflow.flow import retain
+from strawflow.flow.check import check
 from strawflow.flow.placed import read_extent
 from strawflow.flow.run import Run
 from strawflow.flow.session import WorkerSession
 from strawflow.flow.status import snapshot
+from strawflow.flow.trajectory import with_every_token
 from strawflow.index import batches, events, packs, units
+from strawflow.testing.invariants import check_exactly_once
 from strawflow_workers.assemble.loop import AssemblerLoop
 from strawflow_workers.drain import Drain
 from strawflow_workers.rollout.hooks.filtered import nonzero_deviation
@@ -88,10 +91,58 @@ def test_a_rollout_of_several_segments_counts_once_and_stays_in_one_mini_batch(
     for segments in members:
         assert len({(s["mini_batch"], s["advantage"], s["outcome"]) for s in segments}) == 1
     assert {s["mini_batch"] for s in plan if s["outcome"] == "trained"} == {0, 1}
+    check_exactly_once(run, finished=False)
+    assert check(run).findings == []
     for _, of_unit in groupby(members, key=lambda m: m[0]["unit_id"]):
         rewards, advantages = np.array([(m[0]["reward"], m[0]["advantage"]) for m in of_unit]).T
         expected = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-4)
         assert advantages == pytest.approx(expected, abs=1e-5)
+
+
+def test_members_that_are_finished_are_kept_with_their_segments_when_a_drain_breaks_their_group_off(
+    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(own_hooks, "IS_SLOW", [True])
+    run = make_run(generate=HERE + "fans_out_slowly")
+    with trainer_of(run) as publish:
+        publish(0)
+        with Worker(run) as worker:
+            worker.wait(lambda: any(u.session_id for u in units_of(run)))
+            worker.sleep(0.7)
+        parked = [u for u in units_of(run) if u.parks]
+        assert len(parked) == NUM_UNITS
+        with WorkerSession(run, "look") as session:
+            before = {u.unit_id: rows_at(run, session, u) for u in parked}
+        own_hooks.IS_SLOW[0] = False
+        with Worker(run) as worker:
+            worker.wait(lambda: len(completed(run)) >= NUM_UNITS)
+    told = (
+        "unit_id",
+        "member",
+        "segment",
+        "prompt_tokens",
+        "response_tokens",
+        "loss_mask",
+        "logprobs",
+        "reward",
+    )
+    rows = rows_of(run)
+    for unit_id, saved in before.items():
+        kept = [[r[name] for name in told] for r in saved if r["member"] == 1]
+        assert [len(kept), {r["status"] for r in saved if r["member"] != 1}] == [3, {"partial"}]
+        assert [
+            [r[name] for name in told] for r in rows if (r["unit_id"], r["member"]) == (unit_id, 1)
+        ] == kept
+    assert [len(m) for m in of_members(rows)] == list(own_hooks.FAN_OUT) * NUM_UNITS
+
+
+def rows_at(run: Run, session: WorkerSession, unit: units.Unit) -> list[dict[str, Any]]:
+    """The rows that a parked group's continuation holds."""
+    with run.index.read() as connection:
+        assert unit.extent_id is not None
+        extent = packs.find_extents(connection, [unit.extent_id])[unit.extent_id]
+    rows = read_extent(run, session.reader, extent)
+    return with_every_token(rows).slice(unit.row_start, unit.row_count).to_pylist()
 
 
 def test_a_hook_may_give_the_reward_itself(make_run: Callable[..., Run]) -> None:
@@ -142,7 +193,8 @@ def units_of(run: Run) -> list[units.Unit]:
 
 
 def test_the_sample_filter_drops_a_rollout_once_before_its_reward(make_run: Callable[..., Run]) -> None:
-    rows = run_until(make_run(sample_filter=HERE + "drops_member_2"))
+    own_hooks.JUDGED.clear()
+    rows = run_until(make_run(sample_filter=HERE + "drops_member_2", units_in_flight=NUM_UNITS))
     assert {r["member"]: r["failure"] for r in rows} == {
         0: None,
         1: None,
@@ -150,6 +202,7 @@ def test_the_sample_filter_drops_a_rollout_once_before_its_reward(make_run: Call
         3: None,
     }
     assert all(row["response_tokens"] for row in rows)
+    assert len(own_hooks.JUDGED) == len(set(own_hooks.JUDGED)), "what the filter dropped was sampled again"
 
 
 def test_groups_that_the_filter_drops_are_told_why_and_replaced(make_run: Callable[..., Run]) -> None:
