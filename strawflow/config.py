@@ -169,6 +169,8 @@ class AssembleSection(Section):
     group_filter: str = ""
     """Which groups take a place in a batch (dynamic sampling): `nonzero_deviation`, or a hook `package.module:function`; one
     that is dropped is replaced by another. Empty: all do, and those without signal leave their place unused."""
+    log: str = ""
+    """Hook `package.module:function` that is told of each batch when it is planned; empty: none."""
     starved_after_batches: int = Field(default=8, ge=1)
     """Groups dropped in a row, in units of a batch, after which the run stops as starved."""
 

@@ -143,3 +143,16 @@ async def fans_out_slowly(sample: Sample, engine: Engine) -> list[Segment]:
     while IS_SLOW[0] and FAN_OUT[sample.member] < 3:
         await asyncio.sleep(0.05)
     return await fans_out(sample, engine)
+
+
+LOGGED: list[tuple[int, Any, Any]] = []
+
+
+def logs_and_raises(step: int, rows: Any, metrics: Any) -> None:
+    LOGGED.append((step, rows, metrics))
+    if step == 1:
+        raise OSError("the dashboard is away")
+
+
+def prints(step: int, rows: Any, metrics: Any) -> None:
+    print(step, len(rows), metrics["mean_reward"])

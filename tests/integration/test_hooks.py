@@ -291,6 +291,25 @@ def test_what_a_filter_dropped_frees_its_storage(make_run: Callable[..., Run]) -
     assert not dropped & {u.unit_id for u in units_of(run)}
 
 
+def test_the_log_hook_is_told_of_every_batch_once_and_stops_nothing(make_run: Callable[..., Run]) -> None:
+    own_hooks.LOGGED.clear()
+    hooks = {"group_filter": HERE + "keeps_even_units", "log": HERE + "logs_and_raises"}
+    run = make_run(
+        steps=2, prompts=6 * NUM_UNITS, max_staleness=2, assemble=hooks, generate=HERE + "fans_out"
+    )
+    with trainer_of(run) as publish, Worker(run) as worker:
+        publish(0)
+        with assembler(run):
+            worker.wait(lambda: len(own_hooks.LOGGED) == 2)
+    assert [step for step, _, _ in own_hooks.LOGGED] == [1, 2]
+    _, rows, metrics = own_hooks.LOGGED[0]
+    assert len(rows) == NUM_UNITS * sum(own_hooks.FAN_OUT)
+    trained = [row for row in rows if row["outcome"] == "trained"]
+    assert metrics["num_sequences"] == len(trained) > 0
+    assert metrics["drops"]["odd"] > 0
+    assert all(row["reason"] == "zero_deviation" for row in rows if row["outcome"] == "filtered")
+
+
 def test_hooks_that_do_not_fit_are_refused_before_an_engine_starts(make_run: Callable[..., Run]) -> None:
     run = make_run(sample_filter=HERE + "takes_too_much")
     with trainer_of(run) as publish:

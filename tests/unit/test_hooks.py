@@ -81,6 +81,7 @@ def test_every_configured_hook_is_looked_at() -> None:
         HERE + "drops_member_2",
         HERE + "keeps_even_units",
         "nonzero_deviation",
+        HERE + "prints",
         SLIME + "generate",
         SLIME + "generate_several",
         SLIME + "keeps_members_before_3",
@@ -90,7 +91,7 @@ def test_every_configured_hook_is_looked_at() -> None:
 def test_sound_hooks_pass_the_contract_test(path: str) -> None:
     findings = check(path)
     assert [f for f in findings if not f.holds] == []
-    assert len(findings) >= 3
+    assert len(findings) >= 2
 
 
 @pytest.mark.parametrize(
@@ -98,6 +99,7 @@ def test_sound_hooks_pass_the_contract_test(path: str) -> None:
     [
         (HERE + "trains_on_the_environment", "returns a rollout", "no weights sampled has loss_mask 1"),
         (HERE + "says_nothing", "returns a verdict", "returned None"),
+        (HERE + "logs_and_raises", "takes a batch", "OSError: the dashboard is away"),
         (HERE + "blocks", "leaves the event loop to others", "await, or use asyncio.to_thread"),
         (HERE + "masks_all", "has tokens to train", "no token has loss_mask 1"),
         (HERE + "asks_for_ever", "ends when its group is broken off", "let Interrupted pass"),

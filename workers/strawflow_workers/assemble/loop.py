@@ -23,7 +23,8 @@ from strawflow.index.units import Unit
 from strawflow_workers.assemble.packing import FAILED_MEMBERS, Group, build_batch, is_usable
 from strawflow_workers.drain import Drain
 from strawflow_workers.rollout.hooks.filtered import judge_group
-from strawflow_workers.rollout.hooks.load import load_group_filter
+from strawflow_workers.rollout.hooks.load import load_group_filter, load_log
+from strawflow_workers.rollout.hooks.logged import tell_batch
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +41,7 @@ class AssemblerLoop:
         self._version_steps: dict[str, int] = {}
         self._dropped: Counter[str] = Counter()
         self._group_filter = load_group_filter(self._config)
+        self._log_hook = load_log(self._config)
         self._passed: set[tuple[int, int]] = set()
         self._read: dict[tuple[int, int], Group] = {}
 
@@ -102,6 +104,9 @@ class AssemblerLoop:
             config=self._config,
         )
         batch = assemble.plan_batch(self._session, role, plan)
+        if self._log_hook is not None:
+            planned = [row for group in groups[:wanted] for row in group.rows]
+            tell_batch(self._log_hook, batch, plan, planned, self._dropped)
         self._dropped.clear()
         self._passed.clear()
         self._read.clear()

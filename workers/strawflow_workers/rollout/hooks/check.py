@@ -135,6 +135,8 @@ def check(path: str, kind: str | None = None) -> list[Finding]:
             findings += asyncio.run(_check_generate(hook))
         case "sample_filter":
             findings += _check_filter(lambda sample: hook(sample, _rollout()), [_sample(n) for n in (0, 1)])
+        case "log":
+            findings += _check_log(hook)
         case _:
             findings += _check_filter(hook, _groups())
     return findings
@@ -154,7 +156,7 @@ def guessed_kind(path: str) -> str:
         name
         for name, kind in KINDS.items()
         if names == kind.parameters
-        or tuple(n for n in names if n not in kind.slime_keywords) == kind.slime_parameters
+        or tuple(n for n in names if n not in kind.slime_keywords) == (kind.slime_parameters or None)
     ]
     if len(fits) != 1:
         raise ConfigError(
@@ -293,6 +295,23 @@ def _check_filter(judge: Callable[[Any], object], given: Sequence[Any]) -> list[
         Finding("says the same of the same", same, "" if same else "it is asked again after a restart")
     )
     return findings
+
+
+def _check_log(hook: Function) -> list[Finding]:
+    fate = {"outcome": "trained", "reason": None, "advantage": 0.5, "staleness": 0}
+    rows = [
+        {**row, **fate, "unit_id": g.unit_id, "status": m.status, "reward": m.reward, "failure": m.failure}
+        for g in _groups()
+        for m in g.members
+        for row in m.segments
+    ]
+    numbers = {"num_sequences": len(rows), "num_tokens": 500, "max_staleness": 0, "num_masked_tokens": 0}
+    metrics = {"objective": "grpo", "mean_reward": 0.5, **numbers, "drops": {"zero_deviation": 2}}
+    try:
+        hook(1, rows, metrics)
+    except Exception as error:  # what user code raises is what is found
+        return [Finding("takes a batch", False, _told(error))]
+    return [Finding("takes a batch", True, f"{len(rows)} rows")]
 
 
 def _sample(member: int) -> Sample:

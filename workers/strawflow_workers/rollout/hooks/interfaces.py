@@ -193,3 +193,14 @@ class GroupFilter(Protocol):
     replacement. Called again for the same group after a restart of the assembler, so it should depend on the group alone."""
 
     def __call__(self, group: CompletedGroup) -> Verdict: ...
+
+
+class LogHook(Protocol):
+    """`assemble.log`: called once a batch is planned, in the assembler. `rows` are the trajectories of its groups, by the columns
+    of the schema, each with outcome, reason, advantage and staleness; `metrics` are numbers of the whole, and under `drops`
+    how many groups were dropped for which reason since the batch before.
+
+    A crash right after planning may leave a batch untold; none is told twice. What it raises is a warning in the worker's log.
+    """
+
+    def __call__(self, step: int, rows: Sequence[Mapping[str, Any]], metrics: Mapping[str, Any]) -> None: ...

@@ -21,7 +21,7 @@ from strawflow.config import RunConfig
 from strawflow.errors import ConfigError
 from strawflow_workers.rollout.hooks import slime
 from strawflow_workers.rollout.hooks.filtered import nonzero_deviation
-from strawflow_workers.rollout.hooks.interfaces import GenerateHook, GroupFilter, SampleFilter
+from strawflow_workers.rollout.hooks.interfaces import GenerateHook, GroupFilter, LogHook, SampleFilter
 
 Function = Callable[..., Any]
 
@@ -36,18 +36,18 @@ class Kind:
     parameters: tuple[str, ...]
     """Given in this order, by position."""
     is_async: bool
-    adapter: Callable[[Function, slime.Arguments], Function]
-    """Takes a function whose first parameter is `args` as slime would call it."""
-    slime_parameters: tuple[str, ...]
+    adapter: Callable[[Function, slime.Arguments], Function] | None = None
+    """Takes a function whose first parameter is `args` as slime would call it; None: there is none for this kind."""
+    slime_parameters: tuple[str, ...] = ()
     slime_keywords: tuple[str, ...] = ()
     """Given by name to a function that has them."""
     built_in: tuple[tuple[str, Function], ...] = ()
 
-    def described(self) -> str:
-        return f"{'async ' if self.is_async else ''}({', '.join(self.parameters)})"
-
-    def described_slime(self) -> str:
-        return f"{'async ' if self.is_async else ''}({', '.join(self.slime_parameters)})"
+    def expected(self) -> str:
+        """Return in words how a function of this kind is called."""
+        forms = [self.parameters, self.slime_parameters] if self.adapter else [self.parameters]
+        shown = [f"{'async ' if self.is_async else ''}({', '.join(names)})" for names in forms]
+        return f"expected is {', or '.join(shown)}{' as in slime' if self.adapter else ''}"
 
 
 KINDS: dict[str, Kind] = {
@@ -75,6 +75,7 @@ KINDS: dict[str, Kind] = {
         ("args", "group"),
         built_in=(("nonzero_deviation", nonzero_deviation),),
     ),
+    "log": Kind("assemble.log", ("step", "rows", "metrics"), False),
 }
 
 
@@ -91,6 +92,11 @@ def load_sample_filter(config: RunConfig) -> SampleFilter | None:
 def load_group_filter(config: RunConfig) -> GroupFilter | None:
     """Return the group filter of a configuration, None without one; raises ConfigError as `load`."""
     return cast(GroupFilter | None, _configured("group_filter", config))
+
+
+def load_log(config: RunConfig) -> LogHook | None:
+    """Return the log hook of a configuration, None without one; raises ConfigError as `load`."""
+    return cast(LogHook | None, _configured("log", config))
 
 
 def require(config: RunConfig) -> None:
@@ -126,7 +132,7 @@ def load(kind: str, path: str, args: slime.Arguments) -> Function:
     if path in known:
         return known[path]
     function = import_function(path, where=where, known=tuple(known))
-    if slime.is_slimes(function):
+    if place.adapter is not None and slime.is_slimes(function):
         _require_fit(function, place, path, place.slime_parameters, place.slime_keywords)
         return place.adapter(function, args)
     _require_fit(function, place, path, place.parameters)
@@ -196,7 +202,7 @@ def _require_fit(
     function: Function, place: Kind, path: str, given: tuple[str, ...], by_name: tuple[str, ...] = ()
 ) -> None:
     named = f"{place.setting} {path!r}"
-    expected = f"expected is {place.described()}, or slime's {place.described_slime()}"
+    expected = place.expected()
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError) as error:
