@@ -152,6 +152,12 @@ def test_a_hook_may_give_the_reward_itself(make_run: Callable[..., Run]) -> None
     }
 
 
+def test_a_groups_reward_takes_one_response_a_rollout(make_run: Callable[..., Run]) -> None:
+    rows = run_until(make_run(generate=HERE + "fans_out", reward="group:tests.fault.rewards:places"))
+    assert {(row["member"], row["reward"]) for row in rows} == {(n, float(n)) for n in range(NUM_SAMPLES)}
+    assert len(rows) == NUM_UNITS * sum(own_hooks.FAN_OUT)
+
+
 def test_what_a_hook_does_wrong_fails_that_member_with_the_reason(make_run: Callable[..., Run]) -> None:
     rows = run_until(make_run(generate=HERE + "fails_on_member_1"))
     told = {(r["member"], r["failure"]) for r in rows if r["status"] == "failed"}
@@ -174,7 +180,7 @@ def test_a_hook_that_takes_too_long_fails_its_member(make_run: Callable[..., Run
 def test_a_drain_breaks_hooks_off_and_gives_their_groups_back(
     make_run: Callable[..., Run], hook: str
 ) -> None:
-    run = make_run(generate=HERE + hook, engine_options={"delay-s": "5"})
+    run = make_run(generate=HERE + hook, engine_options={"delay-s": "60"})
     with trainer_of(run) as publish, Worker(run) as worker:
         publish(0)
         worker.wait(lambda: any(u.session_id for u in units_of(run)))
@@ -182,7 +188,7 @@ def test_a_drain_breaks_hooks_off_and_gives_their_groups_back(
         started = time.monotonic()
         worker.drain.request()
         worker.wait(lambda: not any(u.session_id for u in units_of(run)))
-        assert time.monotonic() - started < 4.0
+        assert time.monotonic() - started < 12.0, "it waited for answers, or for the bound of a drain"
     assert worker.error is None
     assert {(u.state, u.attempts) for u in units_of(run)} == {("ready", 0)}
 
