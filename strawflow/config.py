@@ -115,6 +115,12 @@ class RolloutSection(Section):
     """`package.module:function` that turns a group's rewards into those that are trained; empty: none."""
     row_rewards: tuple[str, ...] = ()
     """Functions and addresses that a row may name in `metadata.reward`; strawflow's own rewards need no listing."""
+    generate: str = ""
+    """Hook `package.module:function` that makes rollouts (turns, tools, several segments); empty: one request a sample."""
+    generate_timeout_s: float = Field(default=0.0, ge=0)
+    """Seconds that one call of the generate hook may take before its member fails; 0: no bound."""
+    sample_filter: str = ""
+    """Hook `package.module:function` that may drop a rollout with a reason, before its reward; empty: none."""
     max_attempts: int = Field(default=3, ge=1)
     """Grants of a unit before it is set aside as failed."""
     engines: int = Field(default=1, ge=1)
@@ -160,6 +166,13 @@ class AssembleSection(Section):
     or dropped; they are masked and the rest of their group trained; or trained all the same, oldest weights first."""
     max_requeues: int = Field(default=1, ge=0)
     """How often a group is sampled afresh for being stale; after that it is dropped."""
+    group_filter: str = ""
+    """Which groups take a place in a batch (dynamic sampling): `nonzero_deviation`, or a hook `package.module:function`; one
+    that is dropped is replaced by another. Empty: all do, and those without signal leave their place unused."""
+    log: str = ""
+    """Hook `package.module:function` that is told of each batch when it is planned; empty: none."""
+    starved_after_batches: int = Field(default=8, ge=1)
+    """Groups dropped in a row, in units of a batch, after which the run stops as starved."""
 
 
 class TrainerSection(Section):

@@ -125,7 +125,10 @@ def _print(detail: BatchDetail) -> None:
         "micro_batch",
     )
     if detail.damage is None:
-        members = [[m[name] for name in names] for m in detail.members]
+        members = [
+            [f"{m['member']}.{m['segment']}" if n == "member" and m["segment"] else m[n] for n in names]
+            for m in detail.members
+        ]
         output.print_table(names, members, empty="the plan is empty")
     else:
         print(f"DAMAGED plan, so only the fate of each unit is told: {detail.damage}")

@@ -22,6 +22,7 @@ from strawflow.cli import (
     checkpoint,
     enqueue,
     events,
+    hook,
     index,
     quickstart,
     replay,
@@ -59,6 +60,7 @@ app.add_typer(batch.app, name="batch")
 app.add_typer(unit.app, name="unit")
 app.command()(replay.replay)
 app.add_typer(reward.app, name="reward")
+app.add_typer(hook.app, name="hook")
 app.add_typer(index.app, name="index")
 app.add_typer(storage.app, name="storage")
 app.command()(events.events)

@@ -130,6 +130,15 @@ def _alarms(s: RunStatus) -> list[tuple[str, str]]:
     found = []
     if s.shortage is not None:
         found.append(("STORAGE", f"nothing is admitted or claimed: {s.shortage}"))
+    if s.drops.is_starved:
+        reasons = ", ".join(f"{count} {why}" for why, count in s.drops.reasons.items())
+        found.append(
+            (
+                "STARVED",
+                f"{s.drops.num_units} groups ({s.drops.drop_rate:.0%}) were dropped while step {s.drops.step} was planned: "
+                f"{reasons}; mend what drops them, then `strawflow resume {s.root}`",
+            )
+        )
     if s.num_quarantined:
         held = counted(s.num_quarantined, "damaged extent")
         found.append(("QUARANTINE", f"{held}; `strawflow index quarantine {s.root}` tells what they held"))

@@ -166,7 +166,7 @@ def _print(detail: UnitDetail) -> None:
         ("member", "status", "reward", "tokens", "finish", "response or failure"),
         [
             (
-                m["member"],
+                f"{m['member']}.{m['segment']}" if m["segment"] else m["member"],
                 m["status"],
                 m["reward"],
                 m["num_response_tokens"],

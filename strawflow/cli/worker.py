@@ -28,6 +28,7 @@ ENTRY = "strawflow_workers.entry"
 NEEDS: dict[str, tuple[tuple[str, str], ...]] = {
     "rollout": (("aiohttp", "rollout"),),
     "reward": (("aiohttp", "rollout"),),
+    "hook": (("aiohttp", "rollout"),),
     "assemble": (),
     "train": (("torch", "trainer"), ("megatron.core", "trainer")),
     "supervise": (("torch", "trainer"), ("megatron.core", "trainer")),

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -246,6 +246,18 @@ def _drop(connection: Connection, run: Run, dropped: Sequence[Assignment], *, pl
     consumers.assign(connection, run.branch, run.consumer, dropped, batch_id=None, at_step=planned + 1)
     for a in dropped:
         events.record(connection, "unit.dropped", unit_id=a.unit_id, reason=a.reason)
+
+
+def tell_starved(session: WorkerSession, *, reasons: Mapping[str, int], drop_rate: float) -> None:
+    """Record that groups were dropped by these reasons until the run was given up, at this share of all that were judged."""
+    with session.run.index.begin() as connection:
+        events.record(
+            connection,
+            "run.starved",
+            session_id=session.session_id,
+            reasons=dict(reasons),
+            drop_rate=round(drop_rate, 4),
+        )
 
 
 def drop_failed(session: WorkerSession, role: Role, *, purpose: str) -> int:

@@ -21,10 +21,13 @@ log = logging.getLogger(__name__)
 
 
 def saved_members(rows: pa.RecordBatch | None) -> dict[int, Member]:
-    """Return the members of a `Grant.continuation` by number; none without one."""
+    """Return the members of a `Grant.continuation` by number, each with all its segments; none without one."""
     if rows is None:
         return {}
-    return {row["member"]: _member(row) for row in rows.to_pylist()}
+    segments: dict[int, list[Member]] = {}
+    for row in rows.to_pylist():
+        segments.setdefault(row["member"], []).append(_member(row))
+    return {number: replace(first, siblings=tuple(others)) for number, (first, *others) in segments.items()}
 
 
 def _member(row: dict[str, object]) -> Member:
@@ -42,6 +45,8 @@ def _member(row: dict[str, object]) -> Member:
         failure=row["failure"],  # type: ignore[arg-type]
         response_text=row["response_text"],  # type: ignore[arg-type]
         environment=row["environment"],  # type: ignore[arg-type]
+        loss_mask=row["loss_mask"],  # type: ignore[arg-type]
+        prompt_tokens=row["prompt_tokens"],  # type: ignore[arg-type]
     )
 
 

@@ -150,8 +150,9 @@ class Exchange:
             results: list[UnitResult] = [r for part in window for r in getattr(part.submission, of)]
             start = 0
             for result in results:
-                rows[result.unit_id] = (start, len(result.members))
-                start += len(result.members)
+                num_rows = sum(1 + len(member.siblings) for member in result.members)
+                rows[result.unit_id] = (start, num_rows)
+                start += num_rows
             batch = to_record_batch(results, kind=kind) if results else None
             extents.append(None if batch is None else self._session.packs.append(kind, batch))
         return _Stored(extents[0], extents[1], rows)

@@ -47,9 +47,14 @@ def groups_of(rows: pa.RecordBatch) -> Iterator[FoundGroup]:
     sound, lengths = _is_sound(rows), _lengths(rows, "response_tokens")
     purposes = rows.column("purpose").to_pylist()
     members, rewards = rows.column("member").to_pylist(), rows.column("reward").to_pylist()
+    segments = _numbers(rows, "segment")  # a rollout's reward stands in each of its segments, and counts once
     versions = rows.column("weight_versions").to_pylist()
     for start, end in zip(starts, [*starts[1:], rows.num_rows], strict=True):
-        earned = [r for r in rewards[start:end] if r is not None]
+        earned = [
+            r
+            for r, at in zip(rewards[start:end], segments[start:end], strict=True)
+            if r is not None and not at
+        ]
         yield FoundGroup(
             unit_id=int(unit[start]),
             fence=int(fence[start]),

@@ -67,6 +67,20 @@ class RoleHolder:
 
 
 @dataclass(frozen=True)
+class Drops:
+    """Groups dropped outside any batch since the last one was planned."""
+
+    step: int
+    """The step that is being planned."""
+    num_units: int
+    drop_rate: float
+    """Their share of the training groups that are dropped or wait, judged or not; 0 without any."""
+    reasons: dict[str, int]
+    is_starved: bool
+    """They are as many as assemble.starved_after_batches allows: the run was stopped, or will be at the next drop."""
+
+
+@dataclass(frozen=True)
 class Progress:
     """Where a run stands, in steps: position <= trained <= planned <= total, of a run that our trainer trains."""
 
@@ -102,6 +116,7 @@ class RunStatus:
     failed: tuple[Unit, ...]
     """The first few units set aside as failed, with their last errors."""
     outcomes: tuple[OutcomeCount, ...]
+    drops: Drops
     sessions: tuple[Session, ...]
     """Live sessions; one that is past its expiry waits to be declared lost."""
     roles: tuple[RoleHolder, ...]
@@ -148,6 +163,7 @@ def snapshot(run: Run, *, num_events: int = 8, num_failed: int = 5) -> RunStatus
                 OutcomeCount(*key, count)
                 for key, count in sorted(outcomes.items(), key=lambda item: (item[0][0], item[0][1] or ""))
             ),
+            drops=_drops(connection, run, step=consumer.planned + 1),
             sessions=tuple(live),
             roles=_roles(connection, run, {s.session_id for s in live}),
             engines=tuple(weights.engines_listed(connection)),
@@ -161,6 +177,20 @@ def snapshot(run: Run, *, num_events: int = 8, num_failed: int = 5) -> RunStatus
             num_quarantined=len(quarantine.listed(connection)),
             sweep_blocked=meta.find(connection, SWEEP_BLOCKED),
         )
+
+
+def _drops(connection: Connection, run: Run, *, step: int) -> Drops:
+    reasons = consumers.drops_while_planning(connection, run.branch, run.consumer, step=step)
+    num_units = sum(reasons.values())
+    waiting = consumers.num_offered(connection, run.branch, run.consumer).get("train", 0)
+    limit = run.config.assemble.starved_after_batches * run.config.rollout.prompts_per_step
+    return Drops(
+        step=step,
+        num_units=num_units,
+        drop_rate=num_units / (num_units + waiting) if num_units else 0.0,
+        reasons=dict(sorted(reasons.items(), key=lambda item: -item[1])),
+        is_starved=num_units >= limit,
+    )
 
 
 def progress_of(run: Run) -> tuple[Progress, int]:

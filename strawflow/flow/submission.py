@@ -66,11 +66,16 @@ class Submission:
                     len(r.members),
                 )
                 _add_array(state, np.asarray(r.prompt_tokens, np.int32))
-                for m in r.members:
+                for m in r.rows:
                     _add(state, int(m.member), m.status, m.finish_reason, _number(m.reward), _number(m.score))
                     _add(state, m.failure, m.response_text, m.environment, *m.versions)
                     for array in (m.token_array, m.logprob_array, m.version_places):
                         _add_array(state, array)
+                    if m.mask_array is not None or m.prompt_tokens is not None:
+                        _add_array(state, m.mask_array)
+                        _add_array(
+                            state, None if m.prompt_tokens is None else np.asarray(m.prompt_tokens, np.int32)
+                        )
         for f in self.failures:
             _add(state, "fail", int(f.unit_id), int(f.fence), f.error, float(f.retry_after_s))
         for unit_id, fence in self.released:

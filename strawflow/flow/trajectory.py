@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
 
@@ -55,6 +55,34 @@ class Member:
     response_text: str | None = None
     environment: bytes | None = None
     """State of the environment a parked member goes on in; stored with continuations only."""
+    loss_mask: Sequence[int] | None = None
+    """1 = trained, for each response token; None: all are. A token that no weights sampled is never trained."""
+    prompt_tokens: Sequence[int] | None = None
+    """What its first token was sampled after; None: the group's prompt."""
+    siblings: Sequence[Member] = ()
+    """Further segments of the same rollout, in order: only what is a segment's own counts (tokens, their parallel arrays,
+    text, prompt, finish reason). Status, reward and failure are the rollout's: told here, once."""
+
+    @cached_property
+    def segments(self) -> tuple[Member, ...]:
+        """The rollout's segments in order, this one first, each as a row is stored: without siblings."""
+        if not self.siblings:
+            return (self,)
+        shared = {name: getattr(self, name) for name in _OF_ROLLOUT}
+        return (replace(self, siblings=()), *(replace(s, siblings=(), **shared) for s in self.siblings))
+
+    @property
+    def last(self) -> Member:
+        """The segment that ends the rollout: what a reward reads."""
+        return self.segments[-1]
+
+    @cached_property
+    def mask_array(self) -> np.ndarray[Any, Any] | None:
+        """The mask, int8; None where every token is trained."""
+        if self.loss_mask is None:
+            return None
+        mask = np.asarray(self.loss_mask, np.int8)
+        return None if len(mask) == len(self.response_tokens) and mask.all() else mask
 
     @cached_property
     def versions(self) -> tuple[str, ...]:
@@ -89,6 +117,8 @@ class Member:
 
         A partial member passes: whether its group may hold one is `UnitResult.check`'s question.
         """
+        for sibling in self.segments[1:]:
+            sibling.check()
         num_tokens = len(self.response_tokens)
         is_same = isinstance(self.token_versions, str)
         num_versions = num_tokens if is_same else len(self.token_versions)
@@ -97,6 +127,7 @@ class Member:
                 f"member {self.member}: {num_tokens} tokens, {len(self.logprobs)} log-probabilities, "
                 f"{num_versions} versions; they must be equally many"
             )
+        self._check_mask()
         # One pass: a sum of finite float32 values in float64 cannot overflow, and NaN or infinity shows in it.
         if not math.isfinite(self.logprob_array.sum(dtype=np.float64)):
             raise InvalidInputError(f"member {self.member}: a log-probability is not finite")
@@ -123,6 +154,31 @@ class Member:
             )
         if self.status == "failed" and self.reward is not None:
             raise InvalidInputError(f"member {self.member}: a failed member has no reward")
+
+    def _check_mask(self) -> None:
+        if self.loss_mask is None:
+            return
+        mask = np.asarray(self.loss_mask, np.int8)
+        if len(mask) != len(self.response_tokens):
+            raise InvalidInputError(
+                f"member {self.member}: {len(self.response_tokens)} tokens, {len(mask)} items of loss_mask; "
+                "they must be equally many"
+            )
+        if ((mask != 0) & (mask != 1)).any():
+            raise InvalidInputError(f"member {self.member}: loss_mask holds other than 0 and 1")
+        # A demonstration is trained without having been sampled, but then it is so as a whole.
+        if self.versions and any(m and not v for m, v in zip(mask, self._version_of_each(), strict=True)):
+            raise InvalidInputError(
+                f"member {self.member}: a token that no weights sampled has loss_mask 1; set it to 0"
+            )
+
+    def _version_of_each(self) -> Sequence[str]:
+        told = self.token_versions
+        return [told] * len(self.response_tokens) if isinstance(told, str) else told
+
+
+_OF_ROLLOUT = ("member", "status", "failure", "reward", "score", "environment")
+"""Fields that all segments of a rollout share."""
 
 
 def _int32(tokens: Sequence[int], *, of: str) -> np.ndarray[Any, Any]:
@@ -183,9 +239,14 @@ class UnitResult:
                     unit_id=self.unit_id,
                 )
 
+    @cached_property
+    def rows(self) -> list[Member]:
+        """The members' segments as they are stored, member after member."""
+        return [segment for member in self.members for segment in member.segments]
+
     @property
     def num_tokens(self) -> int:
-        return sum(len(m.response_tokens) for m in self.members)
+        return sum(len(m.response_tokens) for m in self.rows)
 
     @property
     def mean_reward(self) -> float | None:
@@ -195,22 +256,31 @@ class UnitResult:
     @cached_property
     def versions(self) -> frozenset[str]:
         """The distinct weight versions among all tokens."""
-        return frozenset(version for m in self.members for version in m.versions)
+        return frozenset(version for m in self.rows for version in m.versions)
 
 
 def to_record_batch(results: Sequence[UnitResult], *, kind: str = "trajectory") -> pa.RecordBatch:
-    """Return the rows of several units, unit after unit, member after member; `kind` is trajectory or continuation.
+    """Return the rows of several units, unit after unit, member after member, segment after segment.
+
+    `kind` is trajectory or continuation.
 
     Results are taken as checked (`UnitResult.check`).
 
     Raises:
         InvalidInputError: they are more than the lists of one record batch can hold.
     """
-    members = [member for result in results for member in result.members]
+    members = [row for result in results for row in result.rows]
+    places = [place for r in results for member in r.members for place in range(1 + len(member.siblings))]
     of_units = _UnitColumns(results)
     prompts = of_units.spread(
         [_int32(r.prompt_tokens, of=f"unit {r.unit_id}: a prompt token") for r in results]
     )
+    prompts = [
+        prompt
+        if m.prompt_tokens is None
+        else _int32(m.prompt_tokens, of=f"member {m.member}: a prompt token")
+        for m, prompt in zip(members, prompts, strict=True)
+    ]
     responses = offsets([len(m.token_array) for m in members])
     num = len(members)
     columns: dict[str, Callable[[pa.DataType], pa.Array]] = {
@@ -218,13 +288,13 @@ def to_record_batch(results: Sequence[UnitResult], *, kind: str = "trajectory") 
         "fence": lambda t: of_units.numbers(lambda r: r.fence, t),
         "seq": lambda t: of_units.numbers(lambda r: r.seq, t),
         "member": lambda t: numbers([m.member for m in members], t),
-        "segment": lambda t: constant(0, t, num),
+        "segment": lambda t: numbers(places, t),
         "purpose": lambda t: of_units.shared(lambda r: r.profile.purpose, t),
         "status": lambda t: same([m.status for m in members], t),
         "failure": lambda t: maybe([m.failure for m in members], t),
         "prompt_tokens": lambda t: lists(prompts, t, offsets([len(p) for p in prompts])),
         "response_tokens": lambda t: lists([m.token_array for m in members], t, responses),
-        "loss_mask": lambda t: constant(None, t, num),
+        "loss_mask": lambda t: maybe([m.mask_array for m in members], t),
         "logprobs": lambda t: lists([m.logprob_array for m in members], t, responses),
         "token_versions": lambda t: maybe([m.version_places for m in members], t),
         "weight_versions": lambda t: same([m.versions for m in members], t),
@@ -249,11 +319,11 @@ def _fields(kind: str) -> list[tuple[str, pa.DataType]]:
 
 
 class _UnitColumns:
-    """Values of units, repeated for each of their members."""
+    """Values of units, repeated for each of their rows."""
 
     def __init__(self, results: Sequence[UnitResult]) -> None:
         self._results = results
-        self._counts = [len(r.members) for r in results]
+        self._counts = [len(r.rows) for r in results]
 
     def spread(self, values: Sequence[Any]) -> list[Any]:
         return [value for value, n in zip(values, self._counts, strict=True) for _ in range(n)]

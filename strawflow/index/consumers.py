@@ -454,6 +454,19 @@ def num_dropped_after(
     )
 
 
+def drops_while_planning(
+    connection: Connection, branch_id: str, consumer: str, *, step: int
+) -> dict[str, int]:
+    """Return {reason: number of units} of those dropped outside any batch while `step` was being planned."""
+    a = t.assignments.c
+    rows = connection.execute(
+        sa.select(a.reason, sa.func.count())
+        .where(a.branch_id == branch_id, a.consumer == consumer, a.at_step == step, a.batch_id.is_(None))
+        .group_by(a.reason)
+    )
+    return {str(reason): int(count) for reason, count in rows}
+
+
 def hold_unfated(connection: Connection, branch_id: str, unit_ids: Collection[int]) -> dict[int, int | None]:
     """Return {unit: its epoch if any consumer has given it a fate, else None}, and keep the others without one.
 

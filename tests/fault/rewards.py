@@ -30,3 +30,7 @@ def places(response_texts: list[str], *, prompt: str, label: object, metadata: o
 def minus_mean(rewards: list[float], *, response_texts: list[str], **row: object) -> list[float]:
     mean = sum(rewards) / len(rewards)
     return [reward - mean for reward in rewards]
+
+
+def constant(response_text: str, *, prompt: str, label: object, metadata: object) -> float:
+    return 1.0

@@ -36,9 +36,11 @@ def make_run(
     engine_options: dict[str, str] | None = None,
     assemble: dict[str, Any] | None = None,
     steps: int = 2,
+    prompts: int | None = None,
+    storage: dict[str, Any] | None = None,
     **rollout: Any,
 ) -> Run:
-    """Create a run in `folder` with prompts for `steps` steps of `NUM_UNITS` groups."""
+    """Create a run in `folder` with prompts for `steps` steps of `NUM_UNITS` groups, or so many as told."""
     config = RunConfig.model_validate(
         {
             "run": {"durability": "process"},
@@ -55,12 +57,15 @@ def make_run(
                 **rollout,
             },
             "assemble": assemble or {},
+            "storage": storage or {},
             "trainer": {"steps": steps},
         }
     )
     run = create_run(folder / "run", config)
     path = folder / "prompts.jsonl"
-    path.write_text("".join(json.dumps({"prompt": f"word{i}\n"}) + "\n" for i in range(NUM_UNITS * steps)))
+    path.write_text(
+        "".join(json.dumps({"prompt": f"word{i}\n"}) + "\n" for i in range(prompts or NUM_UNITS * steps))
+    )
     with WorkerSession(run, "enqueue") as session:
         source = PromptSource.parse(str(path))
         enqueue(session, EnqueueRequest(admit.PROMPTS, "train", source, PromptKeys("prompt")))
@@ -111,6 +116,11 @@ class Worker:
             if self.error is not None:
                 raise self.error
             time.sleep(0.02)
+
+    def ended(self) -> None:
+        """Wait until it ended by itself."""
+        self._thread.join(timeout=40)
+        assert not self._thread.is_alive()
 
     def sleep(self, seconds: float) -> None:
         """Let it work for a while."""

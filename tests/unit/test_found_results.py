@@ -66,6 +66,12 @@ def test_groups_are_told_apart_by_unit_fence_and_seq() -> None:
     assert not found[1].has_all(2)
 
 
+def test_a_rollouts_reward_counts_once_for_all_its_segments() -> None:
+    (group,) = groups_of(rows(row(1, 0), row(1, 1), row(1, 1, segment=1), row(1, 1, segment=2)))
+    assert (group.mean_reward, group.num_tokens, group.row_count) == (1.5, 12, 4)
+    assert group.has_all(2)
+
+
 def test_a_failed_member_belongs_to_its_group_and_earns_nothing() -> None:
     failed = row(
         1,

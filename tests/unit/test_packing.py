@@ -193,3 +193,47 @@ def test_stale_tokens_are_masked_and_their_rewards_stay_in_the_baseline() -> Non
     assert {r["member"]: r["advantage"] for r in plan.plan.to_pylist()} == advantages
     assert whole.denominators == (16.0,)
     assert whole.num_masked_tokens == 0
+
+
+def of_segments(unit_id: int, rewards: list[float | None], counts: list[int]) -> Group:
+    """A group whose members have so many segments each, the last of each with a masked token."""
+    rows = []
+    for member, (reward, count) in enumerate(zip(rewards, counts, strict=True)):
+        for segment in range(count):
+            made = row(unit_id, member, reward=reward)
+            rows.append({**made, "segment": segment, "loss_mask": [1, 0, 1] if segment else [1, 1, 1]})
+    return Group(unit(unit_id), rows)
+
+
+def test_a_member_counts_once_however_many_segments_it_has() -> None:
+    plan = build([of_segments(1, [1.0, 0.0, 0.5], [1, 3, 2])], mini_batches=1)
+    rows = plan.plan.to_pylist()
+    assert [(r["member"], r["segment"]) for r in rows] == [(0, 0), (1, 0), (1, 1), (1, 2), (2, 0), (2, 1)]
+    for member, expected in enumerate([0.5 / 0.5001, -0.5 / 0.5001, 0.0]):
+        assert {round(r["advantage"], 5) for r in rows if r["member"] == member} == {round(expected, 5)}
+    assert plan.mean_reward == 0.5
+    assert plan.denominators == (3.0 + 3 + 2 + 2 + 3 + 2,)
+    assert plan.num_sequences == 6
+
+
+def test_segments_of_a_rollout_stay_in_one_mini_batch_and_share_its_denominator() -> None:
+    groups = [of_segments(n, [1.0, 0.0, 0.5, 0.25], [1, 3, 2, 1]) for n in range(6)]
+    plan = build(groups, mini_batches=4)
+    places: dict[tuple[int, int], set[int]] = {}
+    for r in plan.plan.to_pylist():
+        places.setdefault((r["unit_id"], r["member"]), set()).add(r["mini_batch"])
+    assert {len(found) for found in places.values()} == {1}
+    assert set().union(*places.values()) == {0, 1, 2, 3}
+    assert sum(plan.denominators) == 6 * (4 * 3 + 3 * 2)
+
+
+def test_a_group_is_usable_by_its_members_not_by_its_segments() -> None:
+    assert not is_usable(of_segments(1, [1.0, None, None, None], [4, 1, 1, 1]), config())
+    assert is_usable(of_segments(1, [1.0, 0.5, None, None], [1, 1, 4, 4]), config())
+
+
+def test_a_segment_without_a_token_to_train_is_filtered_with_its_reason() -> None:
+    group = of_segments(1, [1.0, 0.0], [1, 2])
+    group.rows[2]["loss_mask"] = [0, 0, 0]
+    rows = build([group], mini_batches=1).plan.to_pylist()
+    assert [(r["outcome"], r["reason"]) for r in rows] == [("trained", None)] * 2 + [("filtered", "masked")]

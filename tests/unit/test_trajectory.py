@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
@@ -9,6 +10,7 @@ import pytest
 
 from strawflow.config import RunConfig
 from strawflow.errors import CorruptPackError, InvalidInputError
+from strawflow.flow.continuation import saved_members
 from strawflow.flow.submission import Submission
 from strawflow.flow.trajectory import Member, UnitResult, failed_member, to_record_batch, with_every_token
 from strawflow.records import TRAJECTORY
@@ -169,3 +171,54 @@ def test_what_no_row_or_mean_could_tell_is_refused_before_it_is_written(
 def test_tokens_that_are_no_32_bit_numbers_are_told_with_their_member(tokens: list[Any]) -> None:
     with pytest.raises(InvalidInputError, match="member 3: a response token is no 32-bit whole number"):
         to_record_batch([result(member(3, response_tokens=tokens))])
+
+
+def test_segments_of_a_rollout_are_rows_with_what_it_shares() -> None:
+    second = member(
+        9, prompt_tokens=[1, 2, 3], loss_mask=[1, 0, 1], token_versions=["v2", "", "v2"], reward=None
+    )
+    whole = result(member(0, siblings=(second,)), member(1, reward=0.0))
+    whole.check()
+    rows = with_every_token(to_record_batch([whole])).to_pylist()
+    assert [(r["member"], r["segment"], r["reward"]) for r in rows] == [(0, 0, 1.0), (0, 1, 1.0), (1, 0, 0.0)]
+    assert [r["prompt_tokens"] for r in rows] == [[1, 2], [1, 2, 3], [1, 2]]
+    assert [r["loss_mask"] for r in rows] == [[1, 1, 1], [1, 0, 1], [1, 1, 1]]
+    assert rows[1]["token_versions"] == [0, -1, 0]
+    assert (whole.mean_reward, whole.num_tokens) == (0.5, 9)
+
+
+def test_a_parked_rollout_comes_back_with_its_segments() -> None:
+    second = member(0, prompt_tokens=[1, 2, 3], loss_mask=[1, 0, 1])
+    parked = result(member(0, siblings=(second,)), member(1))
+    rows = with_every_token(to_record_batch([parked], kind="continuation"))
+    again = saved_members(rows)
+    assert [len(again[n].segments) for n in (0, 1)] == [2, 1]
+    stored = to_record_batch([replace(parked, members=list(again.values()))], kind="continuation")
+    assert with_every_token(stored).equals(rows)
+
+
+@pytest.mark.parametrize(
+    "changes, told",
+    [
+        ({"loss_mask": [1, 0]}, "3 tokens, 2 items of loss_mask"),
+        ({"loss_mask": [1, 2, 1]}, "other than 0 and 1"),
+        ({"loss_mask": [1, 1, 1], "token_versions": ["v2", "", "v2"]}, "no weights sampled has loss_mask 1"),
+    ],
+)
+def test_a_mask_that_cannot_be_is_refused_in_every_segment(changes: dict[str, Any], told: str) -> None:
+    for broken in (member(0, **changes), member(0, siblings=(member(0, **changes),))):
+        with pytest.raises(InvalidInputError, match=told):
+            result(broken).check()
+
+
+def test_what_a_submission_says_includes_masks_prompts_and_segments() -> None:
+    said = [
+        member(0),
+        member(0, loss_mask=[1, 0, 1]),
+        member(0, prompt_tokens=[1]),
+        member(0, siblings=(member(0),)),
+    ]
+    digests = {Submission("s", results=[result(m)]).content_digest() for m in said}
+    assert len(digests) == len(said)
+    same = [member(0), member(0, loss_mask=[1, 1, 1])]
+    assert len({Submission("s", results=[result(m)]).content_digest() for m in same}) == 1

@@ -87,6 +87,10 @@ def _parser() -> argparse.ArgumentParser:
     reward.add_argument("--timeout-s", type=float, default=10.0)
     reward.add_argument("--processes", type=int, default=1)
     reward.add_argument("--json", action="store_true")
+    hook = verbs.add_parser("hook")
+    hook.add_argument("path")
+    hook.add_argument("--kind")
+    hook.add_argument("--json", action="store_true")
     quickstart = verbs.add_parser("quickstart")
     quickstart.add_argument("--run", type=Path)
     quickstart.add_argument("--seed", type=int, default=0)
@@ -185,6 +189,12 @@ def _reward(arguments: argparse.Namespace) -> int:
     return check_command(arguments.file, options, as_json=arguments.json)
 
 
+def _hook(arguments: argparse.Namespace) -> int:
+    from strawflow_workers.rollout.hooks.check import check_command
+
+    return check_command(arguments)
+
+
 def _quickstart(arguments: argparse.Namespace) -> int:
     from strawflow_workers.quickstart.program import quickstart
 
@@ -199,6 +209,7 @@ VERBS: dict[str, Callable[[argparse.Namespace], int]] = {
     "replay": _replay,
     "sglang-flags": _sglang_flags,
     "reward": _reward,
+    "hook": _hook,
     "quickstart": _quickstart,
 }
 

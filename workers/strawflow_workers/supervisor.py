@@ -312,10 +312,12 @@ def resume(root: Path, *, as_json: bool) -> int:
 def _run_to_the_end(run: Run, drain: Drain, *, as_json: bool) -> bool:
     from strawflow_workers import report
     from strawflow_workers.quickstart.prepare import prepare_if_quickstart
+    from strawflow_workers.rollout.hooks import load as hooks
 
     started = time.monotonic()
     prepare_if_quickstart(run)
     inputs.require(run)
+    hooks.require(run.config)
     tally.count_resume(run, prepared_s=time.monotonic() - started)
     report.forget_summary(run)
     with report.progress_display(run, as_json=as_json) as display:

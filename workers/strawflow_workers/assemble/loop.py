@@ -3,29 +3,33 @@
 1. It is a leased singleton; without the role it waits.
 2. Groups sampled from weights that are no longer on the branch's line wait for the replay to decide, then go on or go
    back pristine. What becomes of tokens staler than the limit is the policy assemble.stale, decided here once and stored.
-3. Too many groups dropped in a row means starvation: the run stops with the counts, it does not generate for ever.
+3. The group filter judges a closed group once, before it takes a place in a batch; one that is dropped is owed a
+   replacement, and its trajectories leave with retention like those of any that has its fate.
+4. Too many groups dropped in a row means starvation: the run stops with the counts, it does not generate for ever.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable
 
 from strawflow.errors import ConflictError, WorkerFailedError
 from strawflow.flow import assemble, rescue
-from strawflow.flow.assemble import Lineage
+from strawflow.flow.assemble import UNIT_FAILED, Lineage
 from strawflow.flow.session import WorkerSession
 from strawflow.index.consumers import Assignment, Role
 from strawflow.index.units import Unit
 from strawflow_workers.assemble.packing import FAILED_MEMBERS, Group, build_batch, is_usable
 from strawflow_workers.drain import Drain
+from strawflow_workers.rollout.hooks.filtered import judge_group
+from strawflow_workers.rollout.hooks.load import load_group_filter, load_log
+from strawflow_workers.rollout.hooks.logged import tell_batch
 
 log = logging.getLogger(__name__)
 
 STALE = "stale"
 """Why a group is sampled afresh or dropped."""
-STARVED_AFTER_BATCHES = 8
-"""Dropped groups in a row, in units of a batch, after which the run is declared starved."""
 
 
 class AssemblerLoop:
@@ -35,7 +39,10 @@ class AssemblerLoop:
         self._session, self._drain = session, drain
         self._config = session.run.config
         self._version_steps: dict[str, int] = {}
-        self._dropped_in_a_row = 0
+        self._dropped: Counter[str] = Counter()
+        self._group_filter = load_group_filter(self._config)
+        self._log_hook = load_log(self._config)
+        self._passed: set[tuple[int, int]] = set()
         self._read: dict[tuple[int, int], Group] = {}
 
     def run(self) -> None:
@@ -78,12 +85,15 @@ class AssemblerLoop:
         is_warm_start = step <= warm.steps
         purpose = "demo" if is_warm_start else "train"
         wanted = warm.prompts_per_step if is_warm_start else self._config.rollout.prompts_per_step
-        self._count_drops(assemble.drop_failed(self._session, role, purpose=purpose))
+        if num_failed := assemble.drop_failed(self._session, role, purpose=purpose):
+            self._count_drops(UNIT_FAILED, num_failed, example="see unit list --state failed")
         # Some of the offered may be waiting for the replay: look a batch further.
         units = assemble.offered(self._session, purpose=purpose, limit=2 * wanted)
         if len(units) < wanted:
             return False
         groups = self._ready_groups(role, step, units)
+        if not is_warm_start:
+            groups = self._filtered(role, groups)
         if len(groups) < wanted:
             return False
         plan = build_batch(
@@ -94,7 +104,11 @@ class AssemblerLoop:
             config=self._config,
         )
         batch = assemble.plan_batch(self._session, role, plan)
-        self._dropped_in_a_row = 0
+        if self._log_hook is not None:
+            planned = [row for group in groups[:wanted] for row in group.rows]
+            tell_batch(self._log_hook, batch, plan, planned, self._dropped)
+        self._dropped.clear()
+        self._passed.clear()
         self._read.clear()
         log.info(
             "planned step %d: %d sequences, %d tokens, mean reward %s",
@@ -133,9 +147,8 @@ class AssemblerLoop:
             assemble.requeue(self._session, role, again, reason=STALE)
         if dropped:
             assemble.drop(self._session, role, dropped)
-            self._count_drops(
-                len(dropped), example=f"sampled more than {self._config.rollout.max_staleness} steps before"
-            )
+            limit = self._config.rollout.max_staleness
+            self._count_drops(STALE, len(dropped), example=f"sampled more than {limit} steps before")
 
     def _read_groups(self, units: list[Unit]) -> list[Group]:
         """Return the groups' rows; those read before (while they waited for others) are not read again."""
@@ -170,14 +183,44 @@ class AssemblerLoop:
             assemble.drop(self._session, role, dropped)
             example = next(row["failure"] for row in unusable[0].rows if row["failure"])
             log.warning("dropped %d groups with too many failed members, e.g. %s", len(dropped), example)
-            self._count_drops(len(dropped), example=example)
+            self._count_drops(FAILED_MEMBERS, len(dropped), example=f"last failure: {example}")
         return usable
 
-    def _count_drops(self, num_dropped: int, *, example: str = "") -> None:
-        self._dropped_in_a_row += num_dropped
-        limit = STARVED_AFTER_BATCHES * self._config.rollout.prompts_per_step
-        if self._dropped_in_a_row >= limit:
-            raise WorkerFailedError(
-                f"starved: {self._dropped_in_a_row} groups were dropped in a row and none was trained; "
-                f"mend the reward or the engine, then resume. Last failure: {example or 'see unit list --state failed'}"
-            )
+    def _filtered(self, role: Role, groups: list[Group]) -> list[Group]:
+        """Return the groups that the filter keeps; one that waited for others since it passed is not asked of again."""
+        if self._group_filter is None:
+            return groups
+        kept: list[Group] = []
+        dropped: list[Assignment] = []
+        for group in groups:
+            unit = group.unit
+            if (unit.unit_id, unit.fence) not in self._passed:
+                verdict = judge_group(self._group_filter, unit.unit_id, group.members)
+                if not verdict.keep:
+                    dropped.append(Assignment(unit.epoch, unit.unit_id, "dropped", verdict.reason))
+                    continue
+                self._passed.add((unit.unit_id, unit.fence))
+            kept.append(group)
+        if dropped:
+            assemble.drop(self._session, role, dropped)
+            for reason, count in Counter(str(a.reason) for a in dropped).items():
+                self._count_drops(reason, count, num_kept=len(kept))
+        return kept
+
+    def _count_drops(self, reason: str, num_dropped: int, *, num_kept: int = 0, example: str = "") -> None:
+        """Count groups dropped since the last batch; at the limit the run is starved.
+
+        Raises:
+            WorkerFailedError: so many were dropped that whatever drops them has to be mended first.
+        """
+        self._dropped[reason] += num_dropped
+        total = self._dropped.total()
+        if total < self._config.assemble.starved_after_batches * self._config.rollout.prompts_per_step:
+            return
+        rate = total / (total + num_kept)
+        reasons = ", ".join(f"{count} {why}" for why, count in self._dropped.most_common())
+        assemble.tell_starved(self._session, reasons=dict(self._dropped), drop_rate=rate)
+        raise WorkerFailedError(
+            f"starved: {total} groups ({rate:.0%}) were dropped since the last batch was planned: {reasons}; "
+            "mend the reward, the filter or the engine, then resume" + (f" ({example})" if example else "")
+        )

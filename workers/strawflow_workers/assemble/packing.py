@@ -1,10 +1,12 @@
 """Packing: trajectories of closed groups to one step's packed rows and plan. Pure: no store, no index, no clock.
 
-1. A group counts with its non-excluded members; baseline and deviation use one reward per member.
+1. A group counts with its non-excluded members; baseline and deviation use one reward per member, however many segments its
+   rollout has. Each segment is a sequence of its own; all of a rollout have its advantage and stay in one mini-batch, so
+   that they share its denominator.
 2. Members of a group without signal (equal rewards) have advantage 0 and are left out of the packed rows; the group is
    recorded as dropped with the reason `zero_deviation`.
 3. With the policy `mask`, tokens of weights staler than the limit are not trained; the rewards of their members count in
-   baseline and deviation all the same. A member without a token left is filtered with the reason `stale`.
+   baseline and deviation all the same. A sequence without a token left is filtered with the reason `stale`.
 4. The order of sequences is a permutation keyed by (seed, step); denominators are counted here once and stored, so a
    replay on another parallelism has the same loss.
 """
@@ -14,6 +16,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -31,10 +35,13 @@ from strawflow_workers.trainer.advantages import grpo_advantages
 FAILED_MEMBERS = "failed_members"
 ZERO_DEVIATION = "zero_deviation"
 
+Row = dict[str, Any]
+"""A stored trajectory: one segment of a member."""
+
 
 @dataclass(frozen=True)
 class PackedSequence:
-    """One member on its way into a batch."""
+    """One segment of a member on its way into a batch."""
 
     unit: Unit
     row: Mapping[str, Any]
@@ -54,15 +61,22 @@ class PackedSequence:
 
 @dataclass
 class Group:
-    """A closed group: its unit and its members' rows."""
+    """A closed group: its unit and its members' rows, member after member, segment after segment."""
 
     unit: Unit
-    rows: list[dict[str, Any]]
+    rows: list[Row]
     advantages: npt.NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
+    """Of each member."""
+
+    @property
+    def members(self) -> list[list[Row]]:
+        """The rows of each member."""
+        return [list(rows) for _, rows in groupby(self.rows, key=itemgetter("member"))]
 
     @property
     def valid(self) -> npt.NDArray[np.bool_]:
-        return np.array([row["status"] != "failed" for row in self.rows], dtype=np.bool_)
+        """Whether each member finished."""
+        return np.array([first["status"] != "failed" for first, *_ in self.members], dtype=np.bool_)
 
 
 def min_group_size(num_members: int) -> int:
@@ -72,10 +86,11 @@ def min_group_size(num_members: int) -> int:
 
 def is_usable(group: Group, config: RunConfig) -> bool:
     """Tell whether enough members of a group finished."""
-    num_valid = int(group.valid.sum())
-    if config.assemble.failed_member == "drop-group" and num_valid < len(group.rows):
+    valid = group.valid
+    num_valid = int(valid.sum())
+    if config.assemble.failed_member == "drop-group" and num_valid < len(valid):
         return False
-    return num_valid >= min_group_size(len(group.rows))
+    return num_valid >= min_group_size(len(valid))
 
 
 def build_batch(
@@ -87,28 +102,29 @@ def build_batch(
     """
     dropped = _score(groups, objective, config)
     oldest = step - 1 - config.rollout.max_staleness if config.assemble.stale == "mask" else None
-    sequences = [
-        _sequence(g.unit, row, float(advantage), version_steps, oldest=oldest)
+    rollouts = [
+        [_sequence(g.unit, row, float(advantage), version_steps, oldest=oldest) for row in rows]
         for g in groups
         if g.unit.unit_id not in dropped
-        for row, advantage in zip(g.rows, g.advantages, strict=True)
-        if row["status"] != "failed" and row["response_tokens"]
+        for rows, advantage in zip(g.members, g.advantages, strict=True)
+        if rows[0]["status"] != "failed"
     ]
-    num_masked = sum(sum(s.row["loss_mask"]) - s.num_trained_tokens for s in sequences)
-    sequences = [s for s in sequences if oldest is None or s.num_trained_tokens]
-    order = np.random.Generator(np.random.PCG64([config.run.seed, step])).permutation(len(sequences))
+    num_masked = sum(sum(s.row["loss_mask"]) - s.num_trained_tokens for rollout in rollouts for s in rollout)
+    rollouts = [kept for rollout in rollouts if (kept := [s for s in rollout if s.num_trained_tokens])]
+    order = np.random.Generator(np.random.PCG64([config.run.seed, step])).permutation(len(rollouts))
     num_updates = 1 if objective == "sft" else config.assemble.mini_batches
     minis = [
-        [sequences[i] for i in part] for part in np.array_split(order, min(num_updates, len(sequences)) or 1)
+        [sequence for i in part for sequence in rollouts[i]]
+        for part in np.array_split(order, min(num_updates, len(rollouts)) or 1)
     ]
     minis = [mini for mini in minis if mini]
     micro_batches: list[PackedMicroBatch] = []
-    placed: dict[tuple[int, int], tuple[int, int]] = {}
+    placed: _Placed = {}
     for mini_at, mini in enumerate(minis):
         for micro_at, micro in enumerate(_fill(mini, config.assemble.max_tokens_per_micro_batch)):
             rows = pack_rows(micro, step=step, mini_batch=mini_at, micro_batch=micro_at)
             micro_batches.append(PackedMicroBatch(mini_at, 0, micro_at, rows))
-            placed.update({(s.unit.unit_id, s.row["member"]): (mini_at, micro_at) for s in micro})
+            placed.update({_key(s.row): (mini_at, micro_at) for s in micro})
     return BatchPlan(
         step=step,
         objective=objective,
@@ -130,6 +146,14 @@ def build_batch(
     )
 
 
+_Placed = dict[tuple[int, int, int], tuple[int, int]]
+"""(unit, member, segment) to (mini-batch, micro-batch)."""
+
+
+def _key(row: Mapping[str, Any]) -> tuple[int, int, int]:
+    return row["unit_id"], row["member"], row["segment"]
+
+
 def _sequence(
     unit: Unit,
     row: Mapping[str, Any],
@@ -138,7 +162,7 @@ def _sequence(
     *,
     oldest: int | None,
 ) -> PackedSequence:
-    """Return a member with its mask; tokens of weights before step `oldest` are masked (None: none is)."""
+    """Return a segment with its mask; tokens of weights before step `oldest` are masked (None: none is)."""
     steps = _steps_of(row, version_steps)
     mask = np.array(row["loss_mask"], np.int8)
     if oldest is not None:
@@ -151,9 +175,11 @@ def _score(groups: Sequence[Group], objective: str, config: RunConfig) -> dict[i
     dropped: dict[int, str] = {}
     for group in groups:
         if objective == "sft":
-            group.advantages = np.ones(len(group.rows), np.float32)
+            group.advantages = np.ones(len(group.members), np.float32)
             continue
-        rewards = np.array([[row["reward"] if row["reward"] is not None else 0.0 for row in group.rows]])
+        rewards = np.array(
+            [[0.0 if first["reward"] is None else first["reward"] for first, *_ in group.members]]
+        )
         advantages, filtered = grpo_advantages(
             rewards, group.valid[None, :], scale_by_deviation=config.assemble.advantage == "grpo"
         )
@@ -235,18 +261,21 @@ def _staleness(row: Mapping[str, Any], version_steps: Mapping[str, int], step: i
 
 
 def _mean_reward(groups: Sequence[Group]) -> float | None:
-    rewards = [row["reward"] for g in groups for row in g.rows if row["reward"] is not None]
+    """Each member's reward counts once."""
+    rewards = [first["reward"] for g in groups for first, *_ in g.members if first["reward"] is not None]
     return float(np.mean(rewards)) if rewards else None
 
 
 def _why_filtered(row: Mapping[str, Any]) -> str:
-    return "stale" if row["response_tokens"] else "empty_response"
+    if not row["response_tokens"]:
+        return "empty_response"
+    return "stale" if any(row["loss_mask"]) else "masked"
 
 
 def _plan_rows(
     groups: Sequence[Group],
     dropped: Mapping[int, str],
-    placed: Mapping[tuple[int, int], tuple[int, int]],
+    placed: _Placed,
     *,
     step: int,
     version_steps: Mapping[str, int],
@@ -254,8 +283,13 @@ def _plan_rows(
     rows = []
     for group in groups:
         reason = dropped.get(group.unit.unit_id)
-        for row, advantage in zip(group.rows, group.advantages, strict=True):
-            place = placed.get((group.unit.unit_id, row["member"]))
+        of_rows = [
+            (row, advantage)
+            for rows_of_member, advantage in zip(group.members, group.advantages, strict=True)
+            for row in rows_of_member
+        ]
+        for row, advantage in of_rows:
+            place = placed.get(_key(row))
             excluded = row["status"] == "failed"
             rows.append(
                 {

@@ -27,7 +27,12 @@ from strawflow.flow.session import WorkerSession
 from strawflow.ids import new_id
 from strawflow.index.weights import WeightVersion
 from strawflow.weights.verify import verify_weights
-from strawflow_workers.rollout.sglang_client import EngineResponseError, GenerateRequest, SglangClient
+from strawflow_workers.rollout.sglang_client import (
+    EngineResponseError,
+    GenerateRequest,
+    Generation,
+    SglangClient,
+)
 from strawflow_workers.rollout.sglang_server import SglangOptions, SglangServer
 
 log = logging.getLogger(__name__)
@@ -208,6 +213,23 @@ class ServedEngine:
                 log.warning(
                     "the engine cannot pause, or does not tell which weights sampled which token: groups are parked instead"
                 )
+
+    async def sample(self, request: GenerateRequest) -> list[Generation]:
+        """Return the engine's answers to a request, all of weights that it served meanwhile.
+
+        Raises:
+            EngineResponseError: other weights sampled one, it was aborted by others, or cannot be used.
+            EngineUnavailableError: no answer.
+        """
+        served_from = len(self.served)
+        found = await self.client.generate(request)
+        allowed = set(self.served[max(0, served_from - 1) :])
+        for generation in found:
+            if (sampled := set(generation.weight_versions)) - allowed:
+                raise EngineResponseError(f"sampled from {sorted(sampled)}, asked of {self.serving}")
+            if generation.finish_reason == "abort" and not self.is_interrupted:
+                raise EngineResponseError("the request was aborted")
+        return found
 
     async def reload(self, version: WeightVersion) -> None:
         """Load another version and check that the engine reports it.

@@ -2,23 +2,28 @@
 
 1. A response whose log-probabilities are short, missing or not finite fails that member with the reason, never the run.
 2. A reward that raised or ran out of time fails the member; it never becomes reward 0.
-3. A failed member is tried once more before its failure stands.
+3. A failed member is tried once more before its failure stands; one that the sample filter dropped is not.
 4. While the engine is being interrupted nothing new is asked of it: members that it broke off, or that were not asked for
    yet, come back partial. A partial member goes on with its tokens in the prompt and what is left of its token limits.
+5. With a generate hook, it makes each member's rollout; the filter, the reward and the second try are the same.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from strawflow.config import SamplingProfile
+from strawflow.config import RunConfig, SamplingProfile
 from strawflow.flow.claim import Grant
 from strawflow.flow.continuation import saved_members
 from strawflow.flow.trajectory import COMPLETE_SEQ, PARTIAL, Member, UnitResult, failed_member
 from strawflow_workers.rollout.engine import ServedEngine
+from strawflow_workers.rollout.hooks.filtered import DROPPED, why_dropped
+from strawflow_workers.rollout.hooks.generated import HookedRollouts, rollout_of, sample_of
+from strawflow_workers.rollout.hooks.interfaces import GenerateHook, Sample, SampleFilter
+from strawflow_workers.rollout.hooks.load import load_generate, load_sample_filter
 from strawflow_workers.rollout.rewards.members import MemberRewards
 from strawflow_workers.rollout.rewards.scorer import RewardScorer
 from strawflow_workers.rollout.sglang_client import EngineResponseError, GenerateRequest, Generation
@@ -55,11 +60,46 @@ class _Response:
 _NOTHING = _Response([], [], [], "abort")
 
 
+@dataclass(frozen=True)
+class RolloutHooks:
+    """What of a rollout is the user's own."""
+
+    generate: GenerateHook | None = None
+    generate_timeout_s: float = 0.0
+    sample_filter: SampleFilter | None = None
+
+    @classmethod
+    def of(cls, config: RunConfig, *, model_path: str) -> RolloutHooks:
+        """Load those that a configuration names.
+
+        Raises:
+            ConfigError: one of them cannot be used.
+        """
+        return cls(
+            load_generate(config, model_path=model_path),
+            config.rollout.generate_timeout_s,
+            load_sample_filter(config),
+        )
+
+
 class UnitGenerator:
     """Generates and scores units; safe for many at a time on one event loop."""
 
-    def __init__(self, engine: ServedEngine, rewards: RewardScorer, tokenizer: PromptTokenizer) -> None:
+    def __init__(
+        self,
+        engine: ServedEngine,
+        rewards: RewardScorer,
+        tokenizer: PromptTokenizer,
+        hooks: RolloutHooks | None = None,
+    ) -> None:
         self._engine, self._rewards, self._tokenizer = engine, rewards, tokenizer
+        hooks = hooks or RolloutHooks()
+        self._sample_filter = hooks.sample_filter
+        self._hooked = (
+            None
+            if hooks.generate is None
+            else HookedRollouts(hooks.generate, engine, tokenizer, timeout_s=hooks.generate_timeout_s)
+        )
 
     async def generate(self, grant: Grant) -> UnitResult:
         """Return the result of a granted unit; members are partial only when the engine was interrupted meanwhile.
@@ -76,7 +116,7 @@ class UnitGenerator:
             open_ones = [n for n in range(grant.profile.num_samples) if _is_open(members.get(n))]
             found = await self._members(grant, prompt_tokens, open_ones, saved, rewards)
             members |= {m.member: m for m in found}
-            if self._engine.is_interrupted or all(m.status != "failed" for m in found):
+            if self._engine.is_interrupted or not any(_is_open(m) for m in found):
                 break
         settled = await rewards.settle([members[n] for n in range(grant.profile.num_samples)])
         return UnitResult(
@@ -97,7 +137,24 @@ class UnitGenerator:
         saved: dict[int, Member],
         rewards: MemberRewards,
     ) -> list[Member]:
-        """Sample and score members: those with tokens each in a request of its own, the others in one together."""
+        """Sample, filter and score members."""
+        sampled = await self._sampled(grant, prompt_tokens, numbers, saved)
+        return list(
+            await asyncio.gather(*(self._rewarded(grant, prompt_tokens, m, rewards) for m in sampled))
+        )
+
+    async def _sampled(
+        self, grant: Grant, prompt_tokens: list[int], numbers: Sequence[int], saved: dict[int, Member]
+    ) -> list[Member]:
+        """Sample members: by the hook, or those with tokens each in a request of its own, the others in one together."""
+        if self._hooked is not None:
+            calls = [
+                self._hooked.sample(
+                    self._asked(grant, prompt_tokens, number), f"u{grant.unit_id}.{grant.fence}.m{number}"
+                )
+                for number in numbers
+            ]
+            return list(await asyncio.gather(*calls))
         begun = [n for n in numbers if (known := saved.get(n)) is not None and known.status == PARTIAL]
         begun = [n for n in begun if saved[n].response_tokens]
         fresh = [n for n in numbers if n not in begun]
@@ -105,16 +162,11 @@ class UnitGenerator:
         sampled = await asyncio.gather(
             *(self._sample(grant, prompt_tokens, group, saved) for group in groups)
         )
-        answers = [
-            pair
+        return [
+            self._member(number, answer)
             for group, found in zip(groups, sampled, strict=True)
-            for pair in zip(group, found, strict=True)
+            for number, answer in zip(group, found, strict=True)
         ]
-        return list(
-            await asyncio.gather(
-                *(rewards.reward(self._sampled(number, answer)) for number, answer in answers)
-            )
-        )
 
     async def _sample(
         self, grant: Grant, prompt_tokens: list[int], numbers: list[int], saved: dict[int, Member]
@@ -127,14 +179,9 @@ class UnitGenerator:
             return [ended]
         if self._engine.is_interrupted:
             return [_NOTHING.after(before) for _ in numbers]
-        served_from = len(self._engine.served)
         try:
-            request = self._request(grant, prompt_tokens, numbers, before)
-            generations = await self._engine.client.generate(request)
-            return [
-                self._joined(self._checked(found, served_from), before, grant.profile)
-                for found in generations
-            ]
+            generations = await self._engine.sample(self._request(grant, prompt_tokens, numbers, before))
+            return [self._joined(found, before, grant.profile) for found in generations]
         except EngineResponseError as error:
             if len(numbers) == 1:
                 return [error]
@@ -152,22 +199,10 @@ class UnitGenerator:
             return whole.kept(profile.max_response_tokens, "length")
         return None
 
-    def _checked(self, generation: Generation, served_from: int) -> _Response:
-        """Return a generation as a response.
-
-        Raises:
-            EngineResponseError: other weights sampled it than this engine served meanwhile, or it was aborted by others.
-        """
-        allowed = set(self._engine.served[max(0, served_from - 1) :])
-        if (sampled := set(generation.weight_versions)) - allowed:
-            raise EngineResponseError(f"sampled from {sorted(sampled)}, asked of {self._engine.serving}")
-        if generation.finish_reason == "abort" and not self._engine.is_interrupted:
-            raise EngineResponseError("the request was aborted")
-        return _Response(
+    def _joined(self, generation: Generation, before: Member | None, profile: SamplingProfile) -> _Response:
+        found = _Response(
             generation.output_ids, generation.logprobs, generation.weight_versions, generation.finish_reason
         )
-
-    def _joined(self, found: _Response, before: Member | None, profile: SamplingProfile) -> _Response:
         whole = found.after(before)
         if before is None:
             return whole
@@ -189,7 +224,7 @@ class UnitGenerator:
             rid=f"u{grant.unit_id}.{grant.fence}.m{numbers[0]}-{len(numbers)}",
         )
 
-    def _sampled(self, number: int, response: _Response | EngineResponseError) -> Member:
+    def _member(self, number: int, response: _Response | EngineResponseError) -> Member:
         if isinstance(response, EngineResponseError):
             return failed_member(number, f"engine: {response.message}")
         if response.finish_reason == "abort":
@@ -205,10 +240,28 @@ class UnitGenerator:
             response_text=self._tokenizer.decode(response.tokens),
         )
 
+    async def _rewarded(
+        self, grant: Grant, prompt_tokens: list[int], member: Member, rewards: MemberRewards
+    ) -> Member:
+        """Return a sampled member with its reward, unless its hook gave one; failed where the filter drops it."""
+        if member.status in (PARTIAL, "failed"):
+            return member
+        if self._sample_filter is not None:
+            sample = self._asked(grant, prompt_tokens, member.member)
+            failure = why_dropped(self._sample_filter, sample, rollout_of(member))
+            if failure is not None:
+                return replace(member, status="failed", reward=None, score=None, failure=failure)
+        return member if member.reward is not None else await rewards.reward(member)
+
+    def _asked(self, grant: Grant, prompt_tokens: list[int], number: int) -> Sample:
+        return sample_of(grant, prompt_tokens, number, sampling_params(grant.profile, num_samples=1))
+
 
 def _is_open(member: Member | None) -> bool:
-    """Tell whether a member is to be sampled: it was not begun, was broken off, or failed."""
-    return member is None or member.status in (PARTIAL, "failed")
+    """Tell whether a member is to be sampled: it was not begun, was broken off, or failed otherwise than by a filter."""
+    if member is None or member.status == PARTIAL:
+        return True
+    return member.status == "failed" and not (member.failure or "").startswith(DROPPED)
 
 
 def _partial(number: int, response: _Response) -> Member:

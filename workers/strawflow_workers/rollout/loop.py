@@ -31,7 +31,7 @@ from strawflow.index.weights import WeightVersion
 from strawflow_workers.drain import Drain
 from strawflow_workers.rollout.demonstrations import demonstration
 from strawflow_workers.rollout.engine import ServedEngine
-from strawflow_workers.rollout.generate import UnitGenerator
+from strawflow_workers.rollout.generate import RolloutHooks, UnitGenerator
 from strawflow_workers.rollout.rewards.scorer import RewardScorer, ScorerOptions
 from strawflow_workers.rollout.sglang_client import EngineUnavailableError
 from strawflow_workers.rollout.tokens import PromptTokenizer
@@ -89,7 +89,9 @@ class RolloutLoop:
         Raises:
             LeaseLostError: this session was declared lost; start again.
             EngineError: the engine died or serves wrong weights; start again.
+            ConfigError: a reward or hook cannot be used.
         """
+        hooks = RolloutHooks.of(self._config, model_path=str(self._run.model_path))
         version = await self._first_version()
         if version is None:
             return
@@ -97,7 +99,7 @@ class RolloutLoop:
         starting = asyncio.create_task(self._engine.start(version))
         try:
             async with RewardScorer(ScorerOptions.of(self._config.rollout)) as rewards:
-                self._generator = UnitGenerator(self._engine, rewards, self._tokenizer)
+                self._generator = UnitGenerator(self._engine, rewards, self._tokenizer, hooks)
                 await self._work(starting)
         finally:
             starting.cancel()

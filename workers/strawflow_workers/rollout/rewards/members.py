@@ -52,14 +52,15 @@ class MemberRewards:
         return [settled.get(member.member, member) for member in members]
 
     def _request(self, member: Member) -> RewardRequest:
+        last = member.last  # of several segments the one that ends the rollout
         return RewardRequest(
-            member.response_text or "",
+            last.response_text or "",
             self._prompt.prompt,
             self._prompt.label,
             self._prompt.metadata,
             prompt_is_messages=self._prompt.prompt_format == "messages",
-            prompt_tokens=self._prompt_tokens,
-            response_tokens=member.response_tokens,
+            prompt_tokens=self._prompt_tokens if last.prompt_tokens is None else last.prompt_tokens,
+            response_tokens=last.response_tokens,
         )
 
 

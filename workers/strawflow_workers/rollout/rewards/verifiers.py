@@ -2,7 +2,8 @@
 
 1. A verifier of one is called as `verifier(response_text, *, prompt, label, metadata) -> float`: label is text or None, metadata
    the parsed object or None. One of a group is called once with the list of all its members' texts in the place of the text,
-   and returns as many numbers. Either may be `async`. What it raises, and what is no finite number, is a failure.
+   and returns as many numbers. Either may be `async`. A function whose first parameter is `args` is called as slime does, for one
+   response. What it raises, and what is no finite number, is a failure.
 2. A function takes a group where its name begins with `group:` or it has a true attribute `takes_group`.
 3. Loading is what can be wrong with the configuration, so it raises ConfigError; scoring never does.
 4. This module knows no time limits and no processes.
@@ -20,6 +21,7 @@ from typing import Any
 
 from strawflow.errors import ConfigError
 from strawflow.reward_names import RewardName, nearest_scheme, parse_reward
+from strawflow_workers.rollout.hooks import slime
 from strawflow_workers.rollout.rewards import (
     code_tests,
     gym,
@@ -56,6 +58,8 @@ def load_verifier(name: str, *, settings: Mapping[str, Any] | None = None, limit
     if parsed.kind == "function":
         function = import_function(name, parsed.target)
         takes_group = parsed.takes_group or bool(getattr(function, "takes_group", False))
+        if slime.is_slimes(function):
+            function = slime.reward(function)
         return Verifier(function, takes_group=takes_group)
     function = _built_in(parsed, settings or {}, limit_s)
     warnings: tuple[str, ...] = ()

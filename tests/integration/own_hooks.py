@@ -1,0 +1,158 @@
+"""Hooks as users write them: for runs of tests, and good and bad ones for the contract test."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from strawflow_workers.rollout.hooks.interfaces import (
+    CompletedGroup,
+    Engine,
+    Rollout,
+    Sample,
+    Segment,
+    Verdict,
+)
+
+FAN_OUT = (1, 3, 2, 1)
+"""Segments of each member."""
+
+
+async def fans_out(sample: Sample, engine: Engine) -> list[Segment]:
+    """A rollout of several segments, each after a prompt of its own, with a token of the environment in the middle."""
+    segments = []
+    for number in range(FAN_OUT[sample.member]):
+        prompt = [*sample.prompt_tokens, *engine.encode("again\n" * number)]
+        segment = Segment(prompt_tokens=prompt)
+        segment.add_generated(await engine.generate(prompt, {"max_new_tokens": 3}))
+        segment.add_environment(engine.encode("x"))
+        segment.add_generated(await engine.generate([*prompt, *segment.tokens], {"max_new_tokens": 2}))
+        segments.append(segment)
+    return segments
+
+
+async def one_turn(sample: Sample, engine: Engine) -> Segment:
+    segment = Segment()
+    segment.add_generated(await engine.generate(sample.prompt_tokens))
+    return segment
+
+
+async def rewards_itself(sample: Sample, engine: Engine) -> Rollout:
+    return Rollout(segments=[await one_turn(sample, engine)], reward=float(sample.member))
+
+
+async def fails_on_member_1(sample: Sample, engine: Engine) -> Segment:
+    if sample.member == 1:
+        raise RuntimeError("the tool is not there")
+    return await one_turn(sample, engine)
+
+
+async def trains_on_the_environment(sample: Sample, engine: Engine) -> Segment:
+    segment = await one_turn(sample, engine)
+    segment.add_environment(engine.encode("x"))
+    assert segment.loss_mask is not None
+    segment.loss_mask[-1] = 1
+    return segment
+
+
+async def swallows_everything(sample: Sample, engine: Engine) -> Segment:
+    try:
+        return await one_turn(sample, engine)
+    except BaseException:
+        return Segment()
+
+
+async def never_ends(sample: Sample, engine: Engine) -> Segment:
+    import asyncio
+
+    await asyncio.sleep(3600)
+    return Segment()
+
+
+JUDGED: list[tuple[int, int]] = []
+
+
+def drops_member_2(sample: Sample, rollout: Rollout) -> Verdict:
+    JUDGED.append((sample.unit_id, sample.member))
+    return Verdict(sample.member != 2, "too_long")
+
+
+def drops_all(group: CompletedGroup) -> Verdict:
+    return Verdict(False, "too_easy")
+
+
+SEEN: list[tuple[int, int]] = []
+
+
+def keeps_even_units(group: CompletedGroup) -> Verdict:
+    SEEN.append((group.unit_id, len(group.members)))
+    return Verdict(group.unit_id % 2 == 0, "odd")
+
+
+def says_nothing(group: CompletedGroup) -> None:
+    return None
+
+
+def takes_too_much(sample: Any, rollout: Any, more: Any) -> Verdict:
+    return Verdict(True)
+
+
+def is_not_async(sample: Any, engine: Any) -> Segment:
+    return Segment()
+
+
+NOT_A_FUNCTION = 3
+
+
+async def blocks(sample: Sample, engine: Engine) -> Segment:
+    import time
+
+    time.sleep(0 if sample.member else 1.1)
+    return await one_turn(sample, engine)
+
+
+async def masks_all(sample: Sample, engine: Engine) -> Segment:
+    segment = await one_turn(sample, engine)
+    segment.loss_mask = [0] * len(segment.tokens)
+    return segment
+
+
+async def asks_for_ever(sample: Sample, engine: Engine) -> Segment:
+    import asyncio
+
+    while True:
+        try:
+            return await one_turn(sample, engine)
+        except asyncio.CancelledError:
+            raise
+        except BaseException:
+            await asyncio.sleep(0.01)
+
+
+def changes_its_mind(group: CompletedGroup) -> Verdict:
+    SEEN.append((group.unit_id, 0))
+    return Verdict(len(SEEN) % 2 == 0, "odd")
+
+
+IS_SLOW = [False]
+
+
+async def fans_out_slowly(sample: Sample, engine: Engine) -> list[Segment]:
+    """As `fans_out`, but while IS_SLOW all members except the one of three segments wait."""
+    import asyncio
+
+    while IS_SLOW[0] and FAN_OUT[sample.member] < 3:
+        await asyncio.sleep(0.05)
+    return await fans_out(sample, engine)
+
+
+LOGGED: list[tuple[int, Any, Any]] = []
+
+
+def logs_and_raises(step: int, rows: Any, metrics: Any) -> None:
+    LOGGED.append((step, rows, metrics))
+    if step == 1:
+        raise OSError("the dashboard is away")
+
+
+def prints(step: int, rows: Any, metrics: Any) -> None:
+    print(step, len(rows), metrics["mean_reward"])

@@ -1,0 +1,73 @@
+"""A user's file for slime, as its interfaces ask for it: it imports nothing of ours, and asks the engine over HTTP."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import aiohttp
+
+NUM_SEEN: list[int] = []
+
+
+async def generate(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
+    """One turn, a word of the environment, another turn."""
+    url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
+    num_prompt_tokens = len(sample.tokens)
+    sample.loss_mask, sample.rollout_log_probs = [], []
+    async with aiohttp.ClientSession() as session:
+        for turn in range(2):
+            body = {"input_ids": sample.tokens, "sampling_params": sampling_params, "return_logprob": True}
+            async with session.post(url, json=body) as answer:
+                output = await answer.json()
+            found = output["meta_info"]["output_token_logprobs"]
+            sample.tokens = sample.tokens + [token for _, token, *_ in found]
+            sample.rollout_log_probs += [logprob for logprob, *_ in found]
+            sample.loss_mask += [1] * len(found)
+            sample.response += output.get("text") or "?"
+            if output["meta_info"]["finish_reason"]["type"] == "abort":
+                sample.status = sample.Status.ABORTED
+                return sample
+            if turn == 0:
+                sample.tokens = [*sample.tokens, 65, 66]
+                sample.rollout_log_probs += [0.0, 0.0]
+                sample.loss_mask += [0, 0]
+    sample.response_length = len(sample.tokens) - num_prompt_tokens
+    sample.status = sample.Status.COMPLETED
+    sample.turns = 2
+    return sample
+
+
+async def generate_several(
+    args: Any, sample: Any, sampling_params: dict[str, Any], evaluation: bool = False
+) -> Any:
+    assert not evaluation
+    return [await generate(args, copy.deepcopy(sample), sampling_params) for _ in range(1 + sample.index)]
+
+
+async def reward(args: Any, sample: Any, **kwargs: Any) -> float:
+    return float(len(sample.response) % 3) + float(sample.label is None)
+
+
+def keeps_members_before_3(args: Any, sample: Any, *, rollout_id: Any, evaluation: bool) -> Any:
+    return sample if sample.index < 3 else None
+
+
+def keeps_even_groups(args: Any, group: list[Any], **kwargs: Any) -> Any:
+    NUM_SEEN.append(len(group))
+    flat = [s for m in group for s in (m if isinstance(m, list) else [m])]
+    assert all(len(s.rollout_log_probs) == s.response_length for s in flat)
+    return SimpleNamespace(
+        keep=flat[0].group_index % 2 == 0, reason="odd_group", keep_when_insufficient=False
+    )
+
+
+async def forgets_logprobs(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
+    sample = await generate(args, sample, sampling_params)
+    sample.rollout_log_probs = None
+    return sample
+
+
+async def asks_for_more(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
+    return args.megatron_path

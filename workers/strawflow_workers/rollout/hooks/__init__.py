@@ -1,0 +1,10 @@
+"""Functions of users in the rollout path, named by dotted path `package.module:function`. Which file holds what:
+
+interfaces.py  what a hook is given and gives back: the signatures, and nothing else; the module that users import
+load.py        from a dotted path to a function whose parameters fit, or a ConfigError
+generated.py   calls the generate hook and makes stored members of what it returns
+filtered.py    calls the filters
+logged.py      calls the log hook
+slime.py       takes functions that were written for slime's interfaces
+check.py       `strawflow hook check`: the contract test that users run on their own function
+"""

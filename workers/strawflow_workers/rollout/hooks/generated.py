@@ -1,0 +1,247 @@
+"""Calling the generate hook for one member, and making a stored member of what it returns.
+
+1. What a hook returns is checked as an engine's answer is: parallel arrays, finite log-probabilities, only versions that the
+   engine served meanwhile, no mask on what was not sampled. What is wrong fails that member, with the reason.
+2. An engine that does not answer is no fault of the hook, whatever the hook makes of it.
+3. A member that is broken off comes back partial and empty: it starts again from its prompt. Others of its group are kept.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import replace
+from itertools import count
+from typing import Any, cast
+
+from strawflow.errors import InvalidInputError
+from strawflow.flow.claim import Grant
+from strawflow.flow.trajectory import PARTIAL, Member, failed_member
+from strawflow_workers.rollout.engine import ServedEngine
+from strawflow_workers.rollout.hooks.interfaces import (
+    Generated,
+    GenerateHook,
+    Interrupted,
+    Rollout,
+    Sample,
+    Segment,
+)
+from strawflow_workers.rollout.sglang_client import EngineUnavailableError, GenerateRequest
+from strawflow_workers.rollout.tokens import PromptTokenizer
+
+LOOK_S = 0.5
+"""How often a hook that waits for something else than the engine is looked after."""
+
+
+class MemberEngine:
+    """The engine as one member's hook sees it (`interfaces.Engine`)."""
+
+    def __init__(self, engine: ServedEngine, tokenizer: PromptTokenizer, sample: Sample, rid: str) -> None:
+        self._engine, self._tokenizer, self._sample = engine, tokenizer, sample
+        self._rids = (f"{rid}.{turn}" for turn in count())
+        self._served_from = max(0, len(engine.served) - 1)
+        self.url = engine.client.url
+        self.eos_id = tokenizer.eos_id
+        self.was_used = self.was_interrupted = False
+        self.unavailable: EngineUnavailableError | None = None
+
+    @property
+    def served(self) -> Sequence[str]:
+        """Ids of the weights that the engine served since this rollout began, in order."""
+        return self._engine.served[self._served_from :]
+
+    async def generate(
+        self, prompt_tokens: Sequence[int], sampling: Mapping[str, Any] | None = None
+    ) -> Generated:
+        """See `interfaces.Engine`."""
+        self.was_used = True
+        if self._engine.is_interrupted:
+            self._break_off()
+        params = {**self._sample.sampling, **(sampling or {}), "n": 1}
+        request = GenerateRequest(input_ids=list(prompt_tokens), sampling_params=params, rid=next(self._rids))
+        try:
+            (found,) = await self._engine.sample(request)
+        except EngineUnavailableError as error:
+            self.unavailable = error
+            raise
+        if found.finish_reason == "abort":
+            self._break_off()
+        return Generated(
+            tokens=found.output_ids,
+            logprobs=found.logprobs,
+            versions=found.weight_versions,
+            finish_reason="length" if found.finish_reason == "length" else "stop",
+        )
+
+    def _break_off(self) -> None:
+        self.was_interrupted = True
+        raise Interrupted
+
+    def encode(self, text: str) -> list[int]:
+        """See `interfaces.Engine`."""
+        return self._tokenizer.encode_text(text)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """See `interfaces.Engine`."""
+        return self._tokenizer.decode(tokens)
+
+
+class HookedRollouts:
+    """Samples members by a generate hook; safe for many at a time on one event loop."""
+
+    def __init__(
+        self, hook: GenerateHook, engine: ServedEngine, tokenizer: PromptTokenizer, *, timeout_s: float
+    ) -> None:
+        """`timeout_s` bounds one call of the hook; 0: nothing does."""
+        self._hook, self._engine, self._tokenizer = hook, engine, tokenizer
+        self._timeout_s = timeout_s
+
+    async def sample(self, sample: Sample, rid: str) -> Member:
+        """Return the member that the hook made: finished, truncated, failed with its reason, or partial when interrupted.
+
+        Its reward is None, unless the hook gave one.
+
+        Raises:
+            EngineUnavailableError: the engine does not answer.
+        """
+        if self._engine.is_interrupted:
+            return broken_off(sample.member)
+        handle = MemberEngine(self._engine, self._tokenizer, sample, rid)
+        try:
+            found = await self._bounded(cast(Coroutine[Any, Any, Any], self._hook(sample, handle)))
+            # A hook that asked the engine by itself does not know a response that was broken off from one that ended.
+            if handle.was_interrupted or (self._engine.is_interrupted and not handle.was_used):
+                return broken_off(sample.member)
+            return member_of(
+                sample.member, checked_rollout(found), tokenizer=self._tokenizer, served=handle.served
+            )
+        except Interrupted:
+            return broken_off(sample.member)
+        except Exception as error:  # whatever user code raises is the outcome of this member
+            if handle.was_interrupted:
+                return broken_off(sample.member)
+            if handle.unavailable is not None:
+                raise handle.unavailable from error
+            return failed_member(sample.member, f"generate: {type(error).__name__}: {error}")
+
+    async def _bounded(self, call: Coroutine[Any, Any, Any]) -> Any:
+        """Await a hook's call, ended when the group is broken off or its time is up."""
+        deadline = time.monotonic() + self._timeout_s if self._timeout_s else None
+        task = asyncio.ensure_future(call)
+        try:
+            while True:
+                left = LOOK_S if deadline is None else min(LOOK_S, deadline - time.monotonic())
+                done, _ = await asyncio.wait({task}, timeout=max(0.0, left))
+                if done:
+                    return task.result()
+                if self._engine.is_interrupted:
+                    raise Interrupted
+                if deadline is not None and time.monotonic() >= deadline:
+                    raise TimeoutError(f"took longer than rollout.generate_timeout_s, {self._timeout_s:g} s")
+        finally:
+            if not task.done():
+                task.cancel()
+
+
+def sample_of(grant: Grant, prompt_tokens: Sequence[int], member: int, sampling: Mapping[str, Any]) -> Sample:
+    """Return what a hook is told of a member of a granted group."""
+    prompt = grant.prompt
+    return Sample(
+        unit_id=grant.unit_id,
+        member=member,
+        prompt=prompt.prompt,
+        prompt_format="text" if prompt.prompt_format == "text" else "messages",
+        prompt_tokens=list(prompt_tokens),
+        sampling=sampling,
+        purpose="eval" if grant.profile.purpose == "eval" else "train",
+        label=prompt.label,
+        metadata=json.loads(prompt.metadata) if prompt.metadata else {},
+    )
+
+
+def broken_off(number: int) -> Member:
+    """Return a member of which nothing is kept."""
+    return replace(failed_member(number, ""), status=PARTIAL, failure=None, finish_reason="abort")
+
+
+def checked_rollout(found: object) -> Rollout:
+    """Return what a generate hook returned, as a rollout.
+
+    Raises:
+        TypeError: it is none.
+        ValueError: it has no segment.
+    """
+    if isinstance(found, Segment):
+        found = Rollout(segments=[found])
+    elif isinstance(found, list | tuple):
+        found = Rollout(segments=found)
+    if not isinstance(found, Rollout) or not all(isinstance(s, Segment) for s in found.segments):
+        raise TypeError(
+            f"a generate hook must return a Segment, a list of them, or a Rollout; got {found!r:.200}"
+        )
+    if not found.segments and found.failure is None:
+        raise ValueError("a rollout without segments must say why, in `failure`")
+    return found
+
+
+def member_of(number: int, rollout: Rollout, *, tokenizer: PromptTokenizer, served: Sequence[str]) -> Member:
+    """Return a rollout as a member; `served` are the only versions that may have sampled its tokens.
+
+    Raises:
+        InvalidInputError: its arrays are not parallel, or tell what cannot be.
+    """
+    segments = [_segment(number, s, tokenizer) for s in rollout.segments]
+    if rollout.failure is not None:
+        first = segments[0] if segments else failed_member(number, "")
+        failed = {"status": "failed", "failure": f"generate: {rollout.failure}", "reward": None}
+        return replace(first, siblings=tuple(segments[1:]), **failed)  # type: ignore[arg-type]  # as the fields are
+    if rollout.segments[-1].finish_reason == "length":
+        segments[0] = replace(segments[0], status="truncated")
+    member = replace(segments[0], siblings=tuple(segments[1:]), reward=rollout.reward, score=rollout.reward)
+    member.check()
+    if foreign := set().union(*(s.versions for s in member.segments)) - set(served):
+        raise InvalidInputError(f"sampled from {sorted(foreign)}, asked of {list(served)}")
+    return member
+
+
+def _segment(number: int, segment: Segment, tokenizer: PromptTokenizer) -> Member:
+    if segment.finish_reason not in ("stop", "length"):
+        raise InvalidInputError(f"finish_reason {segment.finish_reason!r} is neither 'stop' nor 'length'")
+    mask = segment.loss_mask
+    if mask is None and not all(segment.versions):
+        mask = [int(bool(version)) for version in segment.versions]
+    return Member(
+        member=number,
+        status="finished",
+        response_tokens=segment.tokens,
+        logprobs=segment.logprobs,
+        token_versions=segment.versions,
+        finish_reason=segment.finish_reason,
+        reward=None,
+        response_text=tokenizer.decode(segment.tokens) if segment.text is None else segment.text,
+        loss_mask=mask,
+        prompt_tokens=segment.prompt_tokens,
+    )
+
+
+def rollout_of(member: Member) -> Rollout:
+    """Return a sampled member as a sample filter sees it."""
+    return Rollout(
+        segments=[
+            Segment(
+                tokens=list(s.response_tokens),
+                logprobs=list(s.logprobs),
+                versions=[s.token_versions] * len(s.response_tokens)
+                if isinstance(s.token_versions, str)
+                else list(s.token_versions),
+                loss_mask=None if s.loss_mask is None else list(s.loss_mask),
+                prompt_tokens=s.prompt_tokens,
+                finish_reason=s.finish_reason,
+                text=s.response_text,
+            )
+            for s in member.segments
+        ],
+        reward=member.reward,
+    )
