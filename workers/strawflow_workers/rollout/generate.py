@@ -19,8 +19,8 @@ from strawflow.flow.claim import Grant
 from strawflow.flow.continuation import saved_members
 from strawflow.flow.trajectory import COMPLETE_SEQ, PARTIAL, Member, UnitResult, failed_member
 from strawflow_workers.rollout.engine import ServedEngine
+from strawflow_workers.rollout.profile_rewards import ProfileRewards
 from strawflow_workers.rollout.rewards.members import MemberRewards
-from strawflow_workers.rollout.rewards.scorer import RewardScorer
 from strawflow_workers.rollout.sglang_client import EngineResponseError, GenerateRequest, Generation
 from strawflow_workers.rollout.stops import first_stop, is_at_end
 from strawflow_workers.rollout.tokens import PromptTokenizer
@@ -58,7 +58,7 @@ _NOTHING = _Response([], [], [], "abort")
 class UnitGenerator:
     """Generates and scores units; safe for many at a time on one event loop."""
 
-    def __init__(self, engine: ServedEngine, rewards: RewardScorer, tokenizer: PromptTokenizer) -> None:
+    def __init__(self, engine: ServedEngine, rewards: ProfileRewards, tokenizer: PromptTokenizer) -> None:
         self._engine, self._rewards, self._tokenizer = engine, rewards, tokenizer
 
     async def generate(self, grant: Grant) -> UnitResult:
@@ -68,7 +68,7 @@ class UnitGenerator:
             EngineUnavailableError: the engine does not answer; the unit's attempt has failed.
         """
         prompt_tokens = self._tokenizer.encode(grant.prompt)
-        rewards = MemberRewards(self._rewards, grant.prompt, prompt_tokens)
+        rewards = MemberRewards(self._rewards.of(grant.profile), grant.prompt, prompt_tokens)
         saved = saved_members(grant.continuation)
         members = dict(saved)
         # Partial first, then whatever failed once more.
