@@ -16,11 +16,21 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from strawflow import sampling
 from strawflow.errors import ConfigError
+from strawflow.eval_datasets import (
+    HELD_OUT,
+    EvalDataset,
+    checked_entries,
+    read_eval_datasets,
+    refuse_unanswered,
+)
 from strawflow.reward_names import parse_reward
+from strawflow.sampling import EvalProfile
+from strawflow.sampling import SamplingProfile as SamplingProfile
 
 ENV_PREFIX = "STRAWFLOW_"
-_COMMANDS = {"run"}
+_COMMANDS = {"run", "eval"}
 """Sections whose name is also a command's: STRAWFLOW_RUN_... may be an option of `strawflow run`."""
 
 
@@ -194,8 +204,16 @@ class TrainerSection(Section):
 
 class EvalSection(Section):
     samples_per_prompt: int = Field(default=4, ge=1)
+    """Answers sampled to every held-out prompt, at temperature 1."""
     greedy: bool = True
     """Also answer every held-out prompt once greedily."""
+    interval: int = Field(default=0, ge=0)
+    """Steps between evaluations, beside the one before and the one after; 0: those two alone. An evaluated step always has
+    a checkpoint."""
+    skip_first: bool = False
+    """Do not evaluate the weights that reinforcement learning starts from."""
+    datasets: tuple[EvalDataset, ...] = ()
+    """Further datasets, each with its own sampling settings: a YAML file, read when the run is created."""
 
 
 class LeaseSection(Section):
@@ -228,21 +246,6 @@ class StorageSection(Section):
     """Free space below which nothing is admitted or claimed, at most 5 % of the disk; below its half nothing is written."""
 
 
-class SamplingProfile(BaseModel):
-    """Resolved sampling settings of one kind of unit."""
-
-    model_config = ConfigDict(frozen=True)
-
-    purpose: Literal["train", "demo", "eval"]
-    num_samples: int
-    temperature: float
-    top_p: float
-    max_response_tokens: int
-    min_response_tokens: int = 0
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-
-
 class RunConfig(Section):
     run: RunSection = RunSection()
     model: ModelSection = ModelSection()
@@ -261,31 +264,15 @@ class RunConfig(Section):
 
     def profiles(self) -> dict[str, SamplingProfile]:
         """Return the sampling settings by profile name."""
-        r = self.rollout
-        train = SamplingProfile(
-            purpose="train",
-            num_samples=r.samples_per_prompt,
-            temperature=r.temperature,
-            top_p=r.top_p,
-            max_response_tokens=r.max_response_tokens,
-            min_response_tokens=r.min_response_tokens,
-            stop=r.stop,
-            stop_token_ids=r.stop_token_ids,
-        )
-        evaluate = train.model_copy(
-            update={
-                "purpose": "eval",
-                "num_samples": self.eval.samples_per_prompt,
-                "temperature": 1.0,
-                "top_p": 1.0,
-            }
-        )
-        return {
-            "train": train,
-            "demo": train.model_copy(update={"purpose": "demo", "num_samples": 1}),
-            "eval_sampled": evaluate,
-            "eval_greedy": evaluate.model_copy(update={"num_samples": 1, "temperature": 0.0}),
-        }
+        return sampling.profiles(self)
+
+    def eval_profiles(self) -> list[EvalProfile]:
+        """Return how each dataset is evaluated, `held_out` first."""
+        return sampling.eval_profiles(self)
+
+    def eval_datasets(self) -> list[str]:
+        """Return the names of the datasets that are evaluated, `held_out` first."""
+        return [HELD_OUT, *(dataset.name for dataset in self.eval.datasets)]
 
 
 def field_names() -> dict[str, type[Section]]:
@@ -329,7 +316,18 @@ def load_config(
             hint = f"; did you mean --{near[0]}?" if near else ""
             raise ConfigError(f"unknown setting --{name}{hint}")
         _put(tree, name, text)
-    return _validated(tree, where=str(toml_path) if toml_path else "the given flags")
+    where = str(toml_path) if toml_path else "the given flags"
+    eval_settings = tree.get("eval", {})
+    named = eval_settings.get("datasets")
+    if isinstance(named, str):
+        eval_settings["datasets"] = read_eval_datasets(Path(named)) if named else []
+    elif named is not None:
+        eval_settings["datasets"] = checked_entries(named, where=f"{where}: eval.datasets")
+    config = sampling.with_filled_datasets(_validated(tree, where=where))
+    refuse_unanswered(
+        config.eval.datasets, where=named if isinstance(named, str) else f"{where}: eval.datasets"
+    )
+    return config
 
 
 def with_found_model(config: RunConfig) -> RunConfig:

@@ -39,6 +39,8 @@ POINTS: frozenset[str] = frozenset(
         "rollout.after_claim",
         "rollout.before_complete",
         "assemble.before_plan",
+        "eval.after_plan",  # an evaluation's batch planned, its results not recorded
+        "eval.after_record",  # results recorded, the position not advanced
         "enqueue.before_commit",
         "journal.after_entry",  # a change's journal entry durable, its transaction not begun
         "rebuild.before_commit",  # the new index filled, its transaction not committed

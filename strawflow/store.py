@@ -23,7 +23,7 @@ from strawflow import config as configuration
 from strawflow.consumer import Consumer
 from strawflow.errors import InvalidInputError, LeaseLostError
 from strawflow.flow import admit, rescue
-from strawflow.flow.enqueue import EnqueueRequest, enqueue
+from strawflow.flow.enqueue import EnqueueRequest, enqueue, purpose_of
 from strawflow.flow.run import Run, create_run, open_run
 from strawflow.flow.session import WorkerSession
 from strawflow.prompts.row import PromptKeys
@@ -92,7 +92,8 @@ class Store:
     ) -> int:
         """Append prompts as one immutable segment, all or nothing; rows the dataset holds already add nothing.
 
-        Returns how many rows were new. Groups made of them wait with `priority` (32 bits, see `admit`). A stored row names
+        Returns how many rows were new. `dataset` is one of the run's (prompts, demonstrations, held_out, those of
+        eval.datasets) or any other name, for prompts to train on that `admit` names. Groups made of them wait with `priority` (32 bits, see `admit`). A stored row names
         the file it came from and its line; one given as a mapping `api` and its number, from 1.
 
         Raises:
@@ -185,7 +186,8 @@ class Store:
     ) -> int:
         data = self._run.config.data
         keys = keys or PromptKeys(data.input_key, data.label_key or None, data.metadata_key or None)
-        request = EnqueueRequest(dataset, "train", source, keys, priority=priority)
+        purpose = purpose_of(self._run.config, dataset) or "train"
+        request = EnqueueRequest(dataset, purpose, source, keys, priority=priority)
         return enqueue(self._writer(), request).num_added
 
     def _writer(self) -> WorkerSession:

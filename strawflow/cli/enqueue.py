@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from strawflow.cli.options import JsonFlag, RunArgument, opened
 from strawflow.plural import counted
 
-PURPOSES = {"prompts": "train", "demonstrations": "demo", "held_out": "eval"}
-
-DatasetName = Literal["prompts", "demonstrations", "held_out"]
+if TYPE_CHECKING:
+    from strawflow.flow.run import Run
 
 
 def enqueue(
@@ -24,7 +23,12 @@ def enqueue(
         ),
     ],
     dataset: Annotated[
-        DatasetName, typer.Option(help="What the rows are for: training, warm start or evaluation.")
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="What the rows are for: prompts (training), demonstrations (warm start), held_out (evaluation), or an "
+            "evaluation dataset of eval.datasets.",
+        ),
     ] = "prompts",
     input_key: Annotated[
         str | None, typer.Option(help="Key of the prompt; the run's data.input_key if left out.")
@@ -56,7 +60,8 @@ def enqueue(
     from pathlib import Path
 
     from strawflow.cli import output
-    from strawflow.flow.enqueue import EnqueueRequest
+    from strawflow.errors import InvalidInputError
+    from strawflow.flow.enqueue import EnqueueRequest, purpose_of
     from strawflow.flow.enqueue import enqueue as enqueue_file
     from strawflow.flow.session import WorkerSession
     from strawflow.prompts.row import PromptKeys
@@ -65,11 +70,14 @@ def enqueue(
     source = PromptSource.parse(file)
     with opened(run) as found:
         configured = found.config.data
+        purpose = purpose_of(found.config, dataset)
+        if purpose is None:
+            raise InvalidInputError(_unknown(dataset, found))
         policy = on_bad_row or configured.on_bad_row
         rejects = Path(reject_file) if reject_file else Path(f"{source.path}.rejected.jsonl")
         request = EnqueueRequest(
             dataset_id=dataset,
-            purpose=PURPOSES[dataset],
+            purpose=purpose,
             source=source,
             keys=PromptKeys(
                 input_key=configured.input_key if input_key is None else input_key,
@@ -98,3 +106,17 @@ def enqueue(
     if report.reject_path:
         print(f"  see {report.reject_path}")
     print(f"next: strawflow resume {run}")
+
+
+def _unknown(dataset: str, run: Run) -> str:
+    import difflib
+
+    from strawflow.eval_datasets import DEMONSTRATIONS, PROMPTS
+
+    known = [PROMPTS, DEMONSTRATIONS, *run.config.eval_datasets()]
+    near = difflib.get_close_matches(dataset, known, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(known)}."
+    return (
+        f"--dataset {dataset}: {run.root} has no such dataset, neither for training nor for evaluation; {hint} Datasets to "
+        "evaluate are named when a run is created: --eval.datasets FILE.yaml"
+    )

@@ -152,6 +152,7 @@ def _kind(annotation: ast.expr) -> str:
     if isinstance(annotation, ast.Subscript) and text.startswith("Literal["):
         return " | ".join(ast.literal_eval(ast.unparse(annotation.slice)))
     lists = {"tuple[str, ...]": "list of text, as JSON", "tuple[int, ...]": "list of whole numbers, as JSON"}
+    lists["tuple[EvalDataset, ...]"] = "YAML file, or list of tables as JSON"
     return plain.get(text) or lists.get(text, "table of text, as JSON")
 
 

@@ -21,6 +21,7 @@ from strawflow.cli import (
     branch,
     checkpoint,
     enqueue,
+    eval,
     events,
     hook,
     index,
@@ -58,6 +59,7 @@ app.add_typer(branch.app, name="branch")
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(batch.app, name="batch")
 app.add_typer(unit.app, name="unit")
+app.add_typer(eval.app, name="eval")
 app.command()(replay.replay)
 app.add_typer(reward.app, name="reward")
 app.add_typer(hook.app, name="hook")

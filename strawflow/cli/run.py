@@ -139,6 +139,7 @@ def next_steps(run: str, config: RunConfig) -> list[str]:
         ("prompts", config.data.prompts, True),
         ("demonstrations", config.data.demonstrations, config.warm_start.steps > 0),
         ("held_out", config.data.held_out, False),
+        *((dataset.name, dataset.prompts, True) for dataset in config.eval.datasets),
     )
     for dataset, path, is_needed in wanted:
         if path or is_needed:

@@ -85,6 +85,7 @@ def _facts(s: RunStatus) -> Any:
     if s.last_metrics is not None:
         measured = {k: v for k, v in s.last_metrics.items() if isinstance(v, int | float) and k != "fence"}
         facts.append(("last step", ", ".join(f"{k} {cell(v)}" for k, v in measured.items())))
+    facts += [("evaluation", f"step {step}: {told}") for step, told in _evaluations(s)]
     facts += [
         (
             d.dataset_id,
@@ -112,6 +113,17 @@ def _facts(s: RunStatus) -> Any:
     facts += _alarms(s)
     facts.append(("disk", ", ".join(f"{name} {size(used)}" for name, used in s.disk_bytes.items())))
     return Facts(facts)
+
+
+def _evaluations(s: RunStatus) -> list[tuple[int, str]]:
+    """Return what the newest evaluations came to, by step."""
+    by_step: dict[int, list[str]] = {}
+    for result in s.evaluations:
+        passed = ", ".join(f"pass@{k} {value:.1%}" for k, value in result.pass_at.items())
+        failed = f", {result.num_failed} failed" if result.num_failed else ""
+        name = f"{result.dataset} (greedy)" if result.is_greedy else result.dataset
+        by_step.setdefault(result.step, []).append(f"{name}: {passed}{failed}")
+    return [(step, "; ".join(told)) for step, told in sorted(by_step.items())]
 
 
 def _steps(s: RunStatus) -> str:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
-from strawflow import config as configuration
+from strawflow import eval_datasets
 from strawflow.errors import ConflictError, InvalidInputError
 from strawflow.flow import journal, quota
 from strawflow.flow.journal import Entry, EntryKind
@@ -30,12 +30,9 @@ from strawflow.index.datasets import Cursor, Segment
 from strawflow.index.engine import Connection
 from strawflow.index.units import NewUnit
 
-DEMONSTRATIONS = "demonstrations"
-PROMPTS = "prompts"
-HELD_OUT = "held_out"
-
-EVAL_PRIORITY = 10
-"""Version-bound units come first: the engine may not move on to newer weights before they are answered."""
+DEMONSTRATIONS = eval_datasets.DEMONSTRATIONS
+PROMPTS = eval_datasets.PROMPTS
+HELD_OUT = eval_datasets.HELD_OUT
 
 MAX_ADMITTED = 1_000_000
 """Groups admitted in one call: all of them are made in memory and written in one transaction."""
@@ -219,47 +216,18 @@ def _require_admissible(run: Run, count: int, dataset_id: str) -> None:
             f"{count} prompts cannot be admitted at once: give a whole number from 0 to {MAX_ADMITTED:,}"
         )
     with run.index.read() as connection:
+        purpose = datasets.purpose_of(connection, dataset_id)
+        if purpose == "eval" or dataset_id in run.config.eval_datasets():
+            raise InvalidInputError(
+                f"dataset {dataset_id!r} is for evaluation: its prompts are admitted with the weights that they test, and "
+                "never trained on"
+            )
         if datasets.segments_of(connection, dataset_id):
             return
         known = ", ".join(repr(d.dataset_id) for d in datasets.listed(connection, run.branch) if d.num_rows)
     raise InvalidInputError(
         f"dataset {dataset_id!r} holds no prompts: enqueue some first, or name one that does ({known or 'none yet'})"
     )
-
-
-def evaluation_units(connection: Connection, run: Run, *, version_id: str, step: int) -> list[NewUnit]:
-    """Return every held-out prompt once per evaluation profile, bound to one weight version; empty if the step has them.
-
-    They are admitted in the transaction that publishes the version, so that no engine can pass it by.
-    """
-    if step not in steps_with_evaluation(run.config):
-        return []
-    if units.has_epoch(connection, run.branch, purpose="eval", epoch=step):
-        return []
-    return evaluation_of(
-        run.config, datasets.segments_of(connection, HELD_OUT), version_id=version_id, step=step
-    )
-
-
-def evaluation_of(
-    config: configuration.RunConfig, segments: Sequence[Segment], *, version_id: str, step: int
-) -> list[NewUnit]:
-    """Return the evaluation of a version over these segments, in the order of their unit ids."""
-    profiles = ["eval_sampled"] + (["eval_greedy"] if config.eval.greedy else [])
-    return [
-        NewUnit(
-            purpose="eval",
-            profile=profile,
-            segment_id=segment.segment_id,
-            epoch=step,
-            position=position,
-            required_version_id=version_id,
-            priority=EVAL_PRIORITY,
-        )
-        for segment in segments
-        for position in range(segment.num_rows)
-        for profile in profiles
-    ]
 
 
 @dataclass(frozen=True)
@@ -436,8 +404,3 @@ def take_rows(
         num_admitted=cursor.num_admitted + len(taken),
     )
     return taken, moved
-
-
-def steps_with_evaluation(config: configuration.RunConfig) -> frozenset[int]:
-    """Return the steps whose weights are evaluated: the warm start's end and the last."""
-    return frozenset({config.warm_start.steps, config.total_steps})

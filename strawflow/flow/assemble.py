@@ -260,11 +260,12 @@ def tell_starved(session: WorkerSession, *, reasons: Mapping[str, int], drop_rat
         )
 
 
-def drop_failed(session: WorkerSession, role: Role, *, purpose: str) -> int:
-    """Record units that used up their attempts as dropped; returns how many."""
+def drop_failed(session: WorkerSession, role: Role, *, purpose: str, epoch: int | None = None) -> int:
+    """Record units (of one epoch, if it is given) that used up their attempts as dropped; returns how many."""
     run = session.run
     with run.index.read() as connection:
         failed = consumers.failed_unassigned(connection, run.branch, run.consumer, purpose=purpose)
+    failed = [u for u in failed if epoch is None or u.epoch == epoch]
     if not failed:
         return 0
     dropped = [Assignment(u.epoch, u.unit_id, "dropped", UNIT_FAILED) for u in failed]

@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -46,10 +46,37 @@ def plan_next(
     found = assemble.offered(session, purpose=purpose, limit=num_groups)
     if len(found) < max(1, at_least):
         return None
+    rows: list[pa.RecordBatch] = []
+    batch = plan_groups(session, role, found, on_rows=rows.append)
+    return batch, pa.Table.from_batches(rows, schema=TRAJECTORY)
+
+
+def plan_groups(
+    session: WorkerSession,
+    role: Role,
+    found: Sequence[Unit],
+    *,
+    on_rows: Callable[[pa.RecordBatch], None] = lambda rows: None,
+    is_training: bool = True,
+) -> Batch:
+    """Plan the consumer's next step over these groups, which are offered to it; `on_rows` sees each one's rows in order.
+
+    Unless it is for training, weights that are no longer on the branch's line may have sampled it.
+
+    Raises:
+        LeaseLostError: another session took over. ConflictError: the step was planned by another meanwhile.
+    """
     step = assemble.last_planned(session) + 1
     with session.run.index.read() as connection:
         records = _records(connection, found)
-    rows = [session.reader.read_rows(record) for record in records]
+    planned: list[pa.RecordBatch] = []
+    version_ids: set[str] = set()
+    for unit, record in zip(found, records, strict=True):
+        rows = session.reader.read_rows(record)
+        planned.append(_plan_rows(step, unit, rows))
+        version_ids.update(pc.unique(rows.column("weight_versions").flatten()).to_pylist())
+        on_rows(rows)
+        session.mark_progress()
     newest = assemble.lineage(session).newest_step
     oldest = min((u.version_step or 0 for u in found), default=0)
     rewards = [u.mean_reward for u in found if u.mean_reward is not None]
@@ -57,19 +84,30 @@ def plan_next(
         step=step,
         objective=OBJECTIVE,
         micro_batches=(),
-        plan=_plan_rows(step, found, rows),
+        plan=pa.Table.from_batches(planned, schema=PLAN).combine_chunks().to_batches()[0],
         denominators=(),
         assignments=[Assignment(u.epoch, u.unit_id, "trained") for u in found],
         mean_reward=sum(rewards) / len(rewards) if rewards else None,
         max_staleness=max(0, newest - oldest),
-        version_ids=frozenset(_version_ids(rows)),
+        version_ids=frozenset(version_ids) if is_training else frozenset(),
         records=records,
     )
-    return assemble.plan_batch(session, role, plan), pa.Table.from_batches(rows, schema=TRAJECTORY)
+    return assemble.plan_batch(session, role, plan)
 
 
 def rows_of(run: Run, reader: PackReader, batch: Batch) -> pa.Table:
     """Return the trajectory rows of a batch by reference, in the order of its plan.
+
+    Raises:
+        CorruptPackError: stored bytes do not match their checksum.
+        NotFoundError: retention gave the batch up.
+    """
+    whole = [rows for _, rows in groups_of(run, reader, batch)]
+    return pa.Table.from_batches(whole, schema=TRAJECTORY)
+
+
+def groups_of(run: Run, reader: PackReader, batch: Batch) -> Iterator[tuple[Unit, pa.RecordBatch]]:
+    """Yield the groups of a batch by reference, each with its trajectory rows, in the order of its plan.
 
     Raises:
         CorruptPackError: stored bytes do not match their checksum.
@@ -88,7 +126,8 @@ def rows_of(run: Run, reader: PackReader, batch: Batch) -> pa.Table:
         found = units.of_batch(connection, batch.batch_id)
         found.sort(key=lambda unit: order.get(unit.unit_id, unit.unit_id))
         records = _records(connection, found)
-    return pa.Table.from_batches([reader.read_rows(record) for record in records], schema=TRAJECTORY)
+    for unit, record in zip(found, records, strict=True):
+        yield unit, reader.read_rows(record)
 
 
 def advance(session: WorkerSession, role: Role, *, expected: int, step: int) -> None:
@@ -129,24 +168,17 @@ def _records(connection: Connection, found: Sequence[Unit]) -> list[RowRange]:
     ]
 
 
-def _plan_rows(step: int, found: Sequence[Unit], rows: Sequence[pa.RecordBatch]) -> pa.RecordBatch:
-    table = pa.Table.from_batches(rows, schema=TRAJECTORY)
-    num_rows = table.num_rows
+def _plan_rows(step: int, unit: Unit, rows: pa.RecordBatch) -> pa.RecordBatch:
+    num_rows = rows.num_rows
     columns = {
-        **{name: table.column(name).combine_chunks() for name in _RECORD},
+        **{name: rows.column(name) for name in _RECORD},
         "step": pa.repeat(pa.scalar(step, pa.int64()), num_rows),
         # The unit a row was planned for: of a branch that took trajectories over, not the one that sampled them.
-        "unit_id": pa.array(
-            [u.unit_id for u, own in zip(found, rows, strict=True) for _ in range(own.num_rows)], pa.int64()
-        ),
+        "unit_id": pa.repeat(pa.scalar(unit.unit_id, pa.int64()), num_rows),
         "outcome": pa.repeat(pa.scalar("trained"), num_rows),
-        "reward": table.column("reward").combine_chunks(),
+        "reward": rows.column("reward"),
         "staleness": pa.repeat(pa.scalar(0, pa.int32()), num_rows),
-        "num_tokens": pc.list_value_length(table.column("response_tokens")).combine_chunks(),
+        "num_tokens": pc.list_value_length(rows.column("response_tokens")),
     }
     arrays = [columns[f.name] if f.name in columns else pa.nulls(num_rows, f.type) for f in PLAN]
     return pa.RecordBatch.from_arrays(arrays, schema=PLAN)
-
-
-def _version_ids(rows: Sequence[pa.RecordBatch]) -> set[str]:
-    return {v for own in rows for v in pc.unique(own.column("weight_versions").flatten()).to_pylist()}

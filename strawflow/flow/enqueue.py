@@ -15,7 +15,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from strawflow import faults
+from strawflow import eval_datasets, faults
+from strawflow.config import RunConfig
 from strawflow.errors import InvalidInputError
 from strawflow.flow import journal
 from strawflow.flow.journal import Entry, EntryKind
@@ -60,15 +61,28 @@ class EnqueueRequest:
     """Of the groups made of these rows: higher is granted first."""
 
 
+def purpose_of(config: RunConfig, dataset_id: str) -> str | None:
+    """Return what a dataset of a run is for: train, demo or eval; None where the run's configuration knows none so called."""
+    if dataset_id in config.eval_datasets():
+        return "eval"
+    return {eval_datasets.PROMPTS: "train", eval_datasets.DEMONSTRATIONS: "demo"}.get(dataset_id)
+
+
 def enqueue(session: WorkerSession, request: EnqueueRequest) -> EnqueueReport:
     """Append the rows of a prompt file to a dataset.
 
     Raises:
-        InvalidInputError: a bad row under `fail`, an unreadable file, or a priority that cannot be; nothing is enqueued.
+        InvalidInputError: a bad row under `fail`, an unreadable file, a priority that cannot be, or a dataset that is for
+            something else; nothing is enqueued.
         NotFoundError: no such file.
         ConflictError: the dataset serves another purpose, or someone enqueued the same rows at the same time.
     """
     require_priority(request.priority)
+    purpose = purpose_of(session.run.config, request.dataset_id) or request.purpose
+    if purpose != request.purpose:
+        raise InvalidInputError(
+            f"dataset {request.dataset_id!r} of this run is for {purpose!r}, not {request.purpose!r}: nothing was enqueued"
+        )
     if request.priority and request.purpose == "eval":
         raise InvalidInputError(
             f"the prompts of {request.dataset_id!r} are for evaluation, which has a priority of its own: leave it out"

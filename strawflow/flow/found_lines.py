@@ -19,13 +19,13 @@ from strawflow.config import RunConfig
 from strawflow.errors import CorruptCheckpointError, IncompatibleFormatError
 from strawflow.flow import inherit
 from strawflow.flow import journal_choice as choice
-from strawflow.flow.admit import HELD_OUT, evaluation_of
+from strawflow.flow.admit_evaluation import evaluation_of, segments_told
 from strawflow.flow.assemble import NO_DIGEST
 from strawflow.flow.checkpoint_folder import is_whole
 from strawflow.flow.found_packs import FoundPacks, Loss
 from strawflow.flow.journal import EntryKind, ExtentRef, StoredEntry
 from strawflow.flow.journal_choice import Line, Manifest, PlanChain
-from strawflow.index import batches, carry, consumers, datasets, reconstruction, units
+from strawflow.index import batches, carry, consumers, reconstruction, units
 from strawflow.index.consumers import Assignment, Consumer
 from strawflow.index.engine import Connection
 from strawflow.index.reconstruction import FoundBatch
@@ -145,12 +145,12 @@ class Lines:
             # Only the first to be published admitted it: of two that planned to, the earlier was not committed.
             entry = max(found, key=lambda e: (int(e.head["fence"]), e.place))
             evaluation = entry.head["evaluation"]
-            segments = datasets.segments_of(self.connection, HELD_OUT)[: evaluation["num_segments"]]
+            segments = segments_told(self.connection, evaluation)
             new = evaluation_of(self.config, segments, version_id=entry.head["version_id"], step=step)
             if len(new) != evaluation["count"]:
                 self.on_hole(
-                    f"there should be {evaluation['count']} units for the evaluation of step {step}, the held-out "
-                    f"dataset and config.json give {len(new)}"
+                    f"there should be {evaluation['count']} units for the evaluation of step {step}, its "
+                    f"datasets and config.json give {len(new)}"
                 )
                 continue
             units.admit(self.connection, branch_id, new, first_id=evaluation["first_unit_id"])

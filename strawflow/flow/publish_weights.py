@@ -16,12 +16,12 @@ from pathlib import Path
 from strawflow import faults
 from strawflow.errors import ConflictError, NotFoundError
 from strawflow.flow import journal
-from strawflow.flow.admit import HELD_OUT, evaluation_units
+from strawflow.flow.admit_evaluation import evaluation_of, fields_of, segments_to_evaluate
 from strawflow.flow.journal import Entry, EntryKind
 from strawflow.flow.run import Run
 from strawflow.flow.session import WorkerSession
 from strawflow.ids import weight_version_id
-from strawflow.index import consumers, datasets, events, units, weights
+from strawflow.index import consumers, events, units, weights
 from strawflow.index.consumers import Role
 from strawflow.index.engine import Connection
 from strawflow.index.units import NewUnit
@@ -70,8 +70,8 @@ class NewVersion:
 def _publish(session: WorkerSession, role: Role, version: NewVersion) -> bool:
     run = session.run
     with run.index.read() as connection:
-        evaluation = evaluation_units(connection, run, version_id=version.version_id, step=version.step)
-        num_segments = len(datasets.segments_of(connection, HELD_OUT)) if evaluation else 0
+        segments = segments_to_evaluate(connection, run, step=version.step)
+    evaluation = evaluation_of(run.config, segments, version_id=version.version_id, step=version.step)
     first_id = 0
     if evaluation:
         with run.index.begin() as connection:
@@ -83,11 +83,7 @@ def _publish(session: WorkerSession, role: Role, version: NewVersion) -> bool:
         "fence": role.fence,
         "path": weights_path(version.version_id),
         "digest": version.digest,
-        "evaluation": {
-            "first_unit_id": first_id,
-            "count": len(evaluation),
-            "num_segments": num_segments,
-        },
+        "evaluation": fields_of(segments, first_id=first_id, count=len(evaluation)),
     }
     entry = Entry(EntryKind.WEIGHTS, run.branch, body)
     try:

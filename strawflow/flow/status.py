@@ -14,7 +14,8 @@ from typing import Any
 import pyarrow as pa
 
 from strawflow.errors import CorruptPackError, NotFoundError, StorageError
-from strawflow.flow import quota, retire
+from strawflow.flow import evaluation, quota, retire
+from strawflow.flow.evaluation import EvalResult
 from strawflow.flow.index_place import SWEEP_BLOCKED
 from strawflow.flow.placed import read_extent
 from strawflow.flow.run import Run
@@ -126,6 +127,8 @@ class RunStatus:
     last_batch: Batch | None
     last_metrics: dict[str, Any] | None
     """What the trainer recorded of its last step."""
+    evaluations: tuple[EvalResult, ...]
+    """The newest result of each dataset, sampled and greedy."""
     events: tuple[dict[str, Any], ...]
     """Newest first."""
     disk_bytes: dict[str, int]
@@ -171,6 +174,7 @@ def snapshot(run: Run, *, num_events: int = 8, num_failed: int = 5) -> RunStatus
             checkpoints=tuple(checkpoints.listed(connection, run.branch, run.consumer)),
             last_batch=batches.find(connection, run.branch, run.consumer, consumer.planned),
             last_metrics=steps[-1] if steps else None,
+            evaluations=tuple(evaluation.latest(evaluation.recorded_of(connection, run.branch))),
             events=tuple(events.latest(connection, limit=num_events)),
             disk_bytes=quota.disk_use(run),
             shortage=quota.measure(run).shortage,

@@ -244,6 +244,27 @@ def offered(
     return [to_unit(row) for row in rows]
 
 
+def first_offered_epoch(connection: Connection, branch_id: str, consumer: str, *, purpose: str) -> int | None:
+    """Return the lowest epoch of the units before this consumer; of evaluation, the step of the oldest weights."""
+    o = t.offers.c
+    statement = sa.select(sa.func.min(t.units.c.epoch)).join(t.offers, o.unit_id == t.units.c.unit_id)
+    return connection.execute(
+        statement.where(o.branch_id == branch_id, o.consumer == consumer, o.purpose == purpose)
+    ).scalar()
+
+
+def offered_of_epoch(connection: Connection, branch_id: str, consumer: str, *, epoch: int) -> list[Unit]:
+    """Return the units of an epoch before this consumer, first in first."""
+    o = t.offers.c
+    rows = connection.execute(
+        sa.select(*COLUMNS)
+        .join(t.offers, o.unit_id == t.units.c.unit_id)
+        .where(o.branch_id == branch_id, o.consumer == consumer, t.units.c.epoch == epoch)
+        .order_by(t.units.c.unit_id)
+    )
+    return [to_unit(row) for row in rows]
+
+
 def assign(
     connection: Connection,
     branch_id: str,

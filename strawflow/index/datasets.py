@@ -50,9 +50,7 @@ def ensure(connection: Connection, dataset_id: str, *, purpose: str) -> None:
     Raises:
         ConflictError: it exists for another purpose.
     """
-    found = connection.execute(
-        sa.select(t.datasets.c.purpose).where(t.datasets.c.dataset_id == dataset_id)
-    ).scalar()
+    found = purpose_of(connection, dataset_id)
     if found is None:
         connection.execute(
             insert_unless_there(t.datasets, connection).values(
@@ -61,6 +59,13 @@ def ensure(connection: Connection, dataset_id: str, *, purpose: str) -> None:
         )
     elif found != purpose:
         raise ConflictError(f"dataset {dataset_id!r} was created for {found!r}, not {purpose!r}")
+
+
+def purpose_of(connection: Connection, dataset_id: str) -> str | None:
+    """Return what a dataset was created for; None: it was not."""
+    return connection.execute(
+        sa.select(t.datasets.c.purpose).where(t.datasets.c.dataset_id == dataset_id)
+    ).scalar()
 
 
 def known_occurrences(connection: Connection, dataset_id: str, digests: Sequence[bytes]) -> dict[bytes, int]:

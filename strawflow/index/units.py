@@ -356,6 +356,18 @@ def has_epoch(connection: Connection, branch_id: str, *, purpose: str, epoch: in
     return connection.execute(statement.limit(1)).first() is not None
 
 
+def is_epoch_open(connection: Connection, branch_id: str, *, epoch: int) -> bool:
+    """Tell whether version-bound units of an epoch are ready or leased."""
+    u = t.units.c
+    statement = sa.select(u.unit_id).where(
+        u.branch_id == branch_id,
+        u.epoch == epoch,
+        u.required_version_id.is_not(None),
+        u.state.in_([UnitState.READY, UnitState.LEASED]),
+    )
+    return connection.execute(statement.limit(1)).first() is not None
+
+
 def oldest_required_version(connection: Connection, branch_id: str) -> str | None:
     """Return the weight version that the first unfinished version-bound unit waits for, if its files are there."""
     return connection.execute(

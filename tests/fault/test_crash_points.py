@@ -46,6 +46,8 @@ ELSEWHERE = {
     "retain.before_files": "contract/test_retention.py",
     "retain.before_commit": "contract/test_retention.py",
     "rebuild.before_commit": "contract/test_rebuild.py",
+    "eval.after_plan": "contract/test_evaluation.py",
+    "eval.after_record": "contract/test_evaluation.py",
 }
 """Points of verbs that a run does not go through by itself, and where they are killed."""
 

@@ -35,12 +35,15 @@ def make_run(
     *,
     engine_options: dict[str, str] | None = None,
     assemble: dict[str, Any] | None = None,
+    evaluate: dict[str, Any] | None = None,
+    num_evaluated: dict[str, int] | None = None,
     steps: int = 2,
     prompts: int | None = None,
     storage: dict[str, Any] | None = None,
     **rollout: Any,
 ) -> Run:
-    """Create a run in `folder` with prompts for `steps` steps of `NUM_UNITS` groups, or so many as told."""
+    """Create a run in `folder` with prompts for `steps` steps of `NUM_UNITS` groups (or `prompts`), and so many of each evaluated
+    dataset."""
     config = RunConfig.model_validate(
         {
             "run": {"durability": "process"},
@@ -58,17 +61,23 @@ def make_run(
             },
             "assemble": assemble or {},
             "storage": storage or {},
+            "eval": evaluate or {},
             "trainer": {"steps": steps},
         }
     )
     run = create_run(folder / "run", config)
-    path = folder / "prompts.jsonl"
-    path.write_text(
-        "".join(json.dumps({"prompt": f"word{i}\n"}) + "\n" for i in range(prompts or NUM_UNITS * steps))
-    )
     with WorkerSession(run, "enqueue") as session:
-        source = PromptSource.parse(str(path))
-        enqueue(session, EnqueueRequest(admit.PROMPTS, "train", source, PromptKeys("prompt")))
+        for dataset, num_prompts in {
+            admit.PROMPTS: prompts or NUM_UNITS * steps,
+            **(num_evaluated or {}),
+        }.items():
+            word = "word" if dataset == admit.PROMPTS else dataset
+            path = folder / f"{dataset}.jsonl"
+            path.write_text(
+                "".join(json.dumps({"prompt": f"{word}{i}\n"}) + "\n" for i in range(num_prompts))
+            )
+            source, purpose = PromptSource.parse(str(path)), "train" if dataset == admit.PROMPTS else "eval"
+            enqueue(session, EnqueueRequest(dataset, purpose, source, PromptKeys("prompt")))
     return run
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from strawflow.config import (
     to_json,
 )
 from strawflow.errors import ConfigError
+from strawflow.eval_datasets import EvalDataset
 
 
 @pytest.fixture
@@ -92,6 +94,10 @@ def another(name: str, default: Any) -> tuple[str, Any]:
     }
     if name == "rollout.stop_token_ids":
         return "[5, 7]", (5, 7)
+    if name == "eval.datasets":
+        whole = {"samples_per_prompt": 2, "greedy": False, "max_response_tokens": 9, "reward": "exact"}
+        entry = {"name": "sums", **whole, "reward_shape": "raw"}
+        return json.dumps([entry]), (EvalDataset.model_validate(entry),)
     if name in choices:
         return choices[name], choices[name]
     if name == "rollout.row_rewards":

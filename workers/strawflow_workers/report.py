@@ -19,6 +19,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
+from strawflow.eval_datasets import HELD_OUT
 from strawflow.flow import engines, evaluation, history, tally
 from strawflow.flow.progress import evaluation_progress, standing
 from strawflow.flow.run import Run, write_durably
@@ -127,15 +128,12 @@ def summarise(run: Run) -> dict[str, Any]:
     stored = history.batches(run)
     counts = tally.read(run)
     first, last = config.warm_start.steps, config.total_steps
-    accuracies = {
-        (profile, step): evaluation.accuracy(run, step=step, profile=profile)
-        for profile in ("eval_sampled", "eval_greedy")
-        for step in (first, last)
-    }
+    evaluated = evaluation.results(run)
+    held_out = {(r.profile, r.step): r for r in evaluated if r.dataset == HELD_OUT}
 
     def value(profile: str, step: int) -> float | None:
-        found = accuracies[profile, step]
-        return None if found is None else found.value
+        found = held_out.get((profile, step))
+        return None if found is None else found.accuracy
 
     outcomes = history.outcomes(run)
     rewards = [s["mean_reward"] for s in rl]
@@ -146,8 +144,9 @@ def summarise(run: Run) -> dict[str, Any]:
         "accuracy_after": value("eval_sampled", last),
         "greedy_accuracy_before": value("eval_greedy", first),
         "greedy_accuracy_after": value("eval_greedy", last),
-        "num_held_out": _num_held_out(accuracies),
-        "num_failed_answers": sum(a.num_failed for a in accuracies.values() if a is not None),
+        "num_held_out": next((r.num_prompts for r in held_out.values()), None),
+        "num_failed_answers": sum(r.num_failed for r in evaluated),
+        "evaluations": [r.fields() for r in evaluated],
         "steps": len(rl),
         "warm_start_steps": len(steps) - len(rl),
         "reward_by_step": rewards,
@@ -167,10 +166,6 @@ def summarise(run: Run) -> dict[str, Any]:
         "restarts": int(counts["restarts"]),
         "resumes": int(counts["resumes"]),
     }
-
-
-def _num_held_out(accuracies: dict[Any, evaluation.Accuracy | None]) -> int | None:
-    return next((a.num_prompts for a in accuracies.values() if a is not None), None)
 
 
 def print_summary(run: Run, summary: dict[str, Any]) -> None:
@@ -193,6 +188,8 @@ def print_summary(run: Run, summary: dict[str, Any]) -> None:
         table.add_row(
             "failed answers", f"{summary['num_failed_answers']} in the evaluations, counted as wrong"
         )
+    for name, told in _datasets(summary.get("evaluations", [])):
+        table.add_row(name, told)
     table.add_row(
         "mean reward",
         f"{_shown(summary['mean_reward_first'])} first 5 steps → {_shown(summary['mean_reward_last'])} last 5",
@@ -232,6 +229,26 @@ def print_summary(run: Run, summary: dict[str, Any]) -> None:
         console.print(f"  {command}   # {what}", highlight=False, soft_wrap=True)
 
 
+def _datasets(evaluated: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Return a line for each dataset beside `held_out`: pass@k of its first and its last evaluation."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for result in evaluated:
+        if result["dataset"] != HELD_OUT:
+            name = result["dataset"] + (", greedy" if result["is_greedy"] else "")
+            found.setdefault(name, []).append(result)
+    lines = []
+    for name, results in found.items():
+        first, last = results[0], results[-1]
+        told = [f"pass@{k} {value:.1%} → {last['pass_at'][k]:.1%}" for k, value in first["pass_at"].items()]
+        lines.append(
+            (
+                name,
+                f"{', '.join(told)}  ({last['num_prompts']} prompts, step {first['step']} → {last['step']})",
+            )
+        )
+    return lines
+
+
 def kept_summary(run: Run) -> dict[str, Any] | None:
     """Return the summary of a run that was finished before, as it was written."""
     path = run.root / SUMMARY_FILE
@@ -260,7 +277,7 @@ def shortest(run: Run) -> str:
 
 
 def plot(run: Run, path: Path) -> None:
-    """Draw reward and loss by step, the held-out accuracies beside the reward."""
+    """Draw reward and loss by step, what the evaluations came to beside the reward."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -283,19 +300,29 @@ def _plot_reward(axis: Any, run: Run, steps: list[dict[str, Any]]) -> None:
     axis.plot(at, rewards, color="tab:blue", alpha=0.35, label="mean reward of the step's samples")
     means = [_mean(rewards[max(0, i - 4) : i + 1]) for i in range(len(rewards))]
     axis.plot(at, means, color="tab:blue", label="mean of the last 5 steps")
-    for profile, marker, name in (("eval_sampled", "o", "temperature 1"), ("eval_greedy", "^", "greedy")):
-        found = [
-            (step, accuracy.value)
-            for step in (run.config.warm_start.steps, run.config.total_steps)
-            if (accuracy := evaluation.accuracy(run, step=step, profile=profile)) is not None
-        ]
-        if found:
-            label = f"held-out accuracy, {name}"
-            axis.plot(*zip(*found, strict=True), marker, color="tab:green", label=label)
+    _plot_evaluations(axis, run)
     axis.set_ylabel("reward, accuracy")
     axis.set_xlabel("step")
     axis.grid(alpha=0.3)
     axis.legend(fontsize=8, loc="upper left")
+
+
+def _plot_evaluations(axis: Any, run: Run) -> None:
+    """Draw the accuracy of held_out as marks, and pass@1 of every other dataset as a line of its own."""
+    found: dict[str, list[evaluation.EvalResult]] = {}
+    for result in evaluation.results(run):
+        found.setdefault(result.profile, []).append(result)
+    for number, results in enumerate(found.values(), start=3):
+        first = results[0]
+        at, values = [r.step for r in results], [r.accuracy for r in results]
+        if first.dataset == HELD_OUT:
+            marker, name = ("^", "greedy") if first.is_greedy else ("o", "temperature 1")
+            axis.plot(at, values, marker, color="tab:green", label=f"held-out accuracy, {name}")
+        else:
+            style = "^--" if first.is_greedy else "o-"
+            name = f"{first.dataset}, greedy" if first.is_greedy else first.dataset
+            colour = f"C{number % 10}"  # the first ones are those of the reward and of held_out
+            axis.plot(at, values, style, color=colour, linewidth=0.8, markersize=4, label=f"pass@1, {name}")
 
 
 def _plot_loss(axis: Any, run: Run, steps: list[dict[str, Any]]) -> None:

@@ -35,7 +35,7 @@ from strawflow.errors import (
     StrawflowError,
     WorkerFailedError,
 )
-from strawflow.flow import inputs, progress, rescue, tally
+from strawflow.flow import eval_consumer, inputs, progress, rescue, tally
 from strawflow.flow.run import Run, open_run
 from strawflow.flow.session import WorkerSession
 from strawflow_workers.drain import Drain
@@ -301,6 +301,7 @@ def resume(root: Path, *, as_json: bool) -> int:
                 file=sys.stderr,
             )
             return 130
+        eval_consumer.collect(run)  # whoever was to read the last evaluation may have been killed
         summary = report.kept_summary(run) or report.write_summary(run)
     if as_json:
         print(json.dumps(summary))

@@ -24,8 +24,8 @@ from strawflow_workers.rollout.hooks.filtered import DROPPED, why_dropped
 from strawflow_workers.rollout.hooks.generated import HookedRollouts, rollout_of, sample_of
 from strawflow_workers.rollout.hooks.interfaces import GenerateHook, Sample, SampleFilter
 from strawflow_workers.rollout.hooks.load import load_generate, load_sample_filter
+from strawflow_workers.rollout.profile_rewards import ProfileRewards
 from strawflow_workers.rollout.rewards.members import MemberRewards
-from strawflow_workers.rollout.rewards.scorer import RewardScorer
 from strawflow_workers.rollout.sglang_client import EngineResponseError, GenerateRequest, Generation
 from strawflow_workers.rollout.stops import first_stop, is_at_end
 from strawflow_workers.rollout.tokens import PromptTokenizer
@@ -88,7 +88,7 @@ class UnitGenerator:
     def __init__(
         self,
         engine: ServedEngine,
-        rewards: RewardScorer,
+        rewards: ProfileRewards,
         tokenizer: PromptTokenizer,
         hooks: RolloutHooks | None = None,
     ) -> None:
@@ -108,7 +108,7 @@ class UnitGenerator:
             EngineUnavailableError: the engine does not answer; the unit's attempt has failed.
         """
         prompt_tokens = self._tokenizer.encode(grant.prompt)
-        rewards = MemberRewards(self._rewards, grant.prompt, prompt_tokens)
+        rewards = MemberRewards(self._rewards.of(grant.profile), grant.prompt, prompt_tokens)
         saved = saved_members(grant.continuation)
         members = dict(saved)
         # Partial first, then whatever failed once more.

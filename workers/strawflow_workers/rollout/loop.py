@@ -20,7 +20,16 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from strawflow.errors import CommitUnknownError, ConfigError, EngineError, WorkerFailedError
-from strawflow.flow import admit, claim, complete, continuation, progress, publish_weights, rescue
+from strawflow.flow import (
+    admit,
+    claim,
+    complete,
+    continuation,
+    eval_consumer,
+    progress,
+    publish_weights,
+    rescue,
+)
 from strawflow.flow.claim import Grant, PromptShelf
 from strawflow.flow.progress import Standing
 from strawflow.flow.session import WorkerSession
@@ -32,7 +41,7 @@ from strawflow_workers.drain import Drain
 from strawflow_workers.rollout.demonstrations import demonstration
 from strawflow_workers.rollout.engine import ServedEngine
 from strawflow_workers.rollout.generate import RolloutHooks, UnitGenerator
-from strawflow_workers.rollout.rewards.scorer import RewardScorer, ScorerOptions
+from strawflow_workers.rollout.profile_rewards import ProfileRewards
 from strawflow_workers.rollout.sglang_client import EngineUnavailableError
 from strawflow_workers.rollout.tokens import PromptTokenizer
 
@@ -98,7 +107,7 @@ class RolloutLoop:
         self._tokenizer = PromptTokenizer(self._run.model_path)
         starting = asyncio.create_task(self._engine.start(version))
         try:
-            async with RewardScorer(ScorerOptions.of(self._config.rollout)) as rewards:
+            async with ProfileRewards(self._config) as rewards:
                 self._generator = UnitGenerator(self._engine, rewards, self._tokenizer, hooks)
                 await self._work(starting)
         finally:
@@ -120,6 +129,7 @@ class RolloutLoop:
                 busy |= await self._serve()
             if not busy:
                 if not self._in_flight and await self._blocking(lambda: progress.rollout_is_done(self._run)):
+                    await self._blocking(lambda: eval_consumer.collect(self._run))
                     return
                 await asyncio.sleep(IDLE_S)
         await self._give_back()
@@ -311,6 +321,7 @@ class RolloutLoop:
         if time.monotonic() - self._upkeep_at >= UPKEEP_S:
             self._upkeep_at = time.monotonic()
             await self._blocking(lambda: rescue.rescue_expired(self._run))
+            await self._blocking(lambda: eval_consumer.collect(self._run))
             if self._demonstrations_left:
                 await self._blocking(lambda: admit.admit_due(self._session))
                 self._seen = None  # what was admitted may be for newer weights

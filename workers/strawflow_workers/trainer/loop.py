@@ -20,6 +20,7 @@ import pyarrow as pa
 from strawflow import faults
 from strawflow.config import RunConfig
 from strawflow.flow import consume, publish_weights, rescue
+from strawflow.flow.admit_evaluation import is_evaluated
 from strawflow.flow.consume import Resumption
 from strawflow.flow.session import WorkerSession
 from strawflow.index.batches import Batch, MicroBatchPlace
@@ -178,10 +179,9 @@ class TrainerLoop:
 
     def _is_checkpoint_due(self, step: int) -> bool:
         config = self._config
-        return step % config.trainer.checkpoint_interval == 0 or step in (
-            config.warm_start.steps,
-            config.total_steps,
-        )
+        at_interval = step % config.trainer.checkpoint_interval == 0
+        ends_stage = step in (config.warm_start.steps, config.total_steps)
+        return at_interval or ends_stage or is_evaluated(config, step)
 
     def _checkpoint(self, trainer: MegatronTrainer, resumption: Resumption, step: int, committed: int) -> int:
         started = time.monotonic()
