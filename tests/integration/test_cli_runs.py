@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from strawflow.cli.fields import split_engine_flags
 from strawflow.config import RunConfig, load_config
 from strawflow.errors import ConfigError
 from strawflow.index import migrate
@@ -82,12 +83,21 @@ def test_a_field_that_no_other_section_has_needs_no_section(cli: Cli) -> None:
     assert cli("run", "create", "b", "--steps", "3").code == 2, "warm_start and trainer both have steps"
 
 
-def test_flags_of_sglang_are_checked_by_the_installed_one_and_kept(cli: Cli, tmp_path: Path) -> None:
+@pytest.mark.long
+def test_flags_that_the_installed_sglang_takes_are_kept(cli: Cli) -> None:
     flags = ("--sglang-disable-radix-cache", "--sglang-mem-fraction-static", "0.5")
     result = create(cli, "a", *flags, "--max-staleness", "2", "--json")
     rollout = result.json["config"]["rollout"]
     assert rollout["engine_args"] == ["--disable-radix-cache", "--mem-fraction-static", "0.5"]
     assert rollout["max_staleness"] == 2
+
+
+def test_flags_of_sglang_are_taken_apart_and_refused_by_the_installed_one(cli: Cli, tmp_path: Path) -> None:
+    words = ["a", "--sglang-cuda-graph-bs", "1", "2", "--json", "--sglang-dtype=float32", "--sglang-enable-x"]
+    assert split_engine_flags(words) == (
+        ["--cuda-graph-bs", "1", "2", "--dtype=float32", "--enable-x"],
+        ["a", "--json"],
+    )
     refused = subprocess.run(
         [
             sys.executable,
@@ -105,7 +115,6 @@ def test_flags_of_sglang_are_checked_by_the_installed_one_and_kept(cli: Cli, tmp
     assert refused.returncode == ConfigError.exit_code
     assert "did you mean --sglang-mem-fraction-static?" in refused.stderr
     assert not (tmp_path / "runs/b").exists()
-    assert cli("run", "create", "c", "--sglang-port", "3").code == ConfigError.exit_code
 
 
 def test_an_unknown_field_is_refused_with_the_nearest_and_nothing_is_made(cli: Cli, tmp_path: Path) -> None:
