@@ -21,7 +21,7 @@ lint: setup ## ruff, import rules between layers, mypy, spelling
 	$(BIN)/codespell
 
 test: lint ## the gate: lint and all tests but the long ones (ARGS="-k name" for a part)
-	$(BIN)/python -m pytest $(ARGS)
+	@scripts/gate.sh $(ARGS)
 
 test-long: setup ## soak, kill campaigns and large payloads
 	$(BIN)/python -m pytest -m long --timeout 7200 -o faulthandler_timeout=0 $(ARGS)

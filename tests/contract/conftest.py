@@ -33,6 +33,7 @@ UPKEEP = frozenset(
         "compaction",
         "consumers",
         "damaged_sources",
+        "evaluation",
         "journal",
         "quarantine",
         "rebuild",
@@ -47,7 +48,7 @@ UPKEEP = frozenset(
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep the gate within its time: of these tests on PostgreSQL every fourth stays, the others are long.
+    """Keep the gate within its time: of these tests on PostgreSQL every eighth stays, the others are long.
 
     All of them run on SQLite in the gate, and `make test-long` runs every one on both.
     """
@@ -55,6 +56,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         callspec = getattr(item, "callspec", None)
         if item.path.name in UPKEEP and callspec is not None and "postgresql" in callspec.id:
-            if seen[item.path.name] % 4:
+            if seen[item.path.name] % 8:
                 item.add_marker(pytest.mark.long)
             seen[item.path.name] += 1

@@ -289,6 +289,7 @@ def scheduler_of(group: int) -> int:
     raise AssertionError("no scheduler found")
 
 
+@pytest.mark.long
 def test_a_killed_scheduler_or_launcher_ends_the_server_and_it_can_be_started_again(
     checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
