@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,10 @@ import pytest
 from strawflow.cli.main import main
 from strawflow.testing.postgres import PostgresServer, running_server
 from strawflow.testing.runs import SmallRun, small_run
+
+
+# Test processes that run side by side are told to be 80 wide, for which the program would break its lines.
+os.environ.pop("COLUMNS", None)
 
 
 @pytest.fixture(scope="session")
