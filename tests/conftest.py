@@ -15,7 +15,6 @@ from strawflow.cli.main import main
 from strawflow.testing.postgres import PostgresServer, running_server
 from strawflow.testing.runs import SmallRun, small_run
 
-
 # Test processes that run side by side are told to be 80 wide, for which the program would break its lines.
 os.environ.pop("COLUMNS", None)
 
