@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 BIN := .venv/bin
 ARGS ?=
-BENCHES := store index
+BENCHES := store index rollout
 
 .DEFAULT_GOAL := help
 .PHONY: help setup lint test test-long bench quickstart
