@@ -6,8 +6,9 @@ A saved member is finished, truncated or failed for good, or partial: its tokens
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pyarrow as pa
 
@@ -18,6 +19,22 @@ from strawflow.index import consumers, events, weights
 from strawflow.index.events import Event
 
 log = logging.getLogger(__name__)
+
+_AS_STORED = (
+    "member",
+    "status",
+    "response_tokens",
+    "logprobs",
+    "finish_reason",
+    "reward",
+    "score",
+    "failure",
+    "response_text",
+    "environment",
+    "loss_mask",
+    "prompt_tokens",
+)
+"""Fields of a member that are columns of its row."""
 
 
 def saved_members(rows: pa.RecordBatch | None) -> dict[int, Member]:
@@ -30,23 +47,12 @@ def saved_members(rows: pa.RecordBatch | None) -> dict[int, Member]:
     return {number: replace(first, siblings=tuple(others)) for number, (first, *others) in segments.items()}
 
 
-def _member(row: dict[str, object]) -> Member:
-    versions: list[str] = row["weight_versions"]  # type: ignore[assignment]  # as the schema says
-    places: list[int] = row["token_versions"]  # type: ignore[assignment]
+def _member(row: Mapping[str, Any]) -> Member:
+    versions = row["weight_versions"]
+    as_stored = {name: row[name] for name in _AS_STORED}
     return Member(
-        member=row["member"],  # type: ignore[arg-type]
-        status=row["status"],  # type: ignore[arg-type]
-        response_tokens=row["response_tokens"],  # type: ignore[arg-type]
-        logprobs=row["logprobs"],  # type: ignore[arg-type]
-        token_versions=["" if place == NOT_SAMPLED else versions[place] for place in places],
-        finish_reason=row["finish_reason"],  # type: ignore[arg-type]
-        reward=row["reward"],  # type: ignore[arg-type]
-        score=row["score"],  # type: ignore[arg-type]
-        failure=row["failure"],  # type: ignore[arg-type]
-        response_text=row["response_text"],  # type: ignore[arg-type]
-        environment=row["environment"],  # type: ignore[arg-type]
-        loss_mask=row["loss_mask"],  # type: ignore[arg-type]
-        prompt_tokens=row["prompt_tokens"],  # type: ignore[arg-type]
+        token_versions=["" if place == NOT_SAMPLED else versions[place] for place in row["token_versions"]],
+        **as_stored,
     )
 
 

@@ -48,6 +48,18 @@ def assert_drawn_without_a_break(row: dict[str, Any]) -> None:
     assert [logprob for _, logprob in drawn] == pytest.approx(row["logprobs"], abs=1e-6)
 
 
+def newer_weights_amid_groups(run: Run) -> str:
+    """Publish weights, and newer ones once groups are in flight, until a step's groups are completed; returns the newer."""
+    with trainer_of(run) as publish:
+        publish(0)
+        with Worker(run) as worker:
+            worker.wait(lambda: in_flight(run))
+            worker.sleep(0.3)
+            newer = publish(1)
+            worker.wait(lambda: len(completed(run)) >= NUM_UNITS)
+    return newer
+
+
 @pytest.mark.parametrize("policy", ["park", "continue", "finish"])
 def test_what_new_weights_do_to_groups_in_flight(make_run: Callable[..., Run], policy: str) -> None:
     run = make_run(
@@ -58,13 +70,7 @@ def test_what_new_weights_do_to_groups_in_flight(make_run: Callable[..., Run], p
         max_staleness=1,
         schedule="sync",
     )
-    with trainer_of(run) as publish:
-        publish(0)
-        with Worker(run) as worker:
-            worker.wait(lambda: in_flight(run))
-            worker.sleep(0.3)
-            newer = publish(1)
-            worker.wait(lambda: len(completed(run)) >= NUM_UNITS)
+    newer = newer_weights_amid_groups(run)
     first = sorted(completed(run), key=lambda u: u.unit_id)[:NUM_UNITS]
     rows = [row for row in rows_of(run) if row["unit_id"] in {u.unit_id for u in first}]
     assert len(rows) == NUM_UNITS
@@ -91,13 +97,7 @@ def test_an_engine_that_cannot_pause_parks_instead(make_run: Callable[..., Run])
         max_staleness=1,
         schedule="sync",
     )
-    with trainer_of(run) as publish:
-        publish(0)
-        with Worker(run) as worker:
-            worker.wait(lambda: in_flight(run))
-            worker.sleep(0.3)
-            publish(1)
-            worker.wait(lambda: len(completed(run)) >= NUM_UNITS)
+    newer_weights_amid_groups(run)
     assert any(u.parks for u in completed(run))
     for row in rows_of(run):
         assert_drawn_without_a_break(row)

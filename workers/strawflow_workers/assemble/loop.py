@@ -20,16 +20,13 @@ from strawflow.flow.assemble import UNIT_FAILED, Lineage
 from strawflow.flow.session import WorkerSession
 from strawflow.index.consumers import Assignment, Role
 from strawflow.index.units import Unit
-from strawflow_workers.assemble.packing import FAILED_MEMBERS, Group, build_batch, is_usable
+from strawflow_workers.assemble.packing import FAILED_MEMBERS, STALE, Group, build_batch, is_usable
 from strawflow_workers.drain import Drain
 from strawflow_workers.rollout.hooks.filtered import judge_group
 from strawflow_workers.rollout.hooks.load import load_group_filter, load_log
 from strawflow_workers.rollout.hooks.logged import tell_batch
 
 log = logging.getLogger(__name__)
-
-STALE = "stale"
-"""Why a group is sampled afresh or dropped."""
 
 
 class AssemblerLoop:

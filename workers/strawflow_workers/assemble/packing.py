@@ -34,6 +34,8 @@ from strawflow_workers.trainer.advantages import grpo_advantages
 
 FAILED_MEMBERS = "failed_members"
 ZERO_DEVIATION = "zero_deviation"
+STALE = "stale"
+"""Why a group is sampled afresh or dropped, or a sequence filtered."""
 
 Row = dict[str, Any]
 """A stored trajectory: one segment of a member."""
@@ -269,7 +271,7 @@ def _mean_reward(groups: Sequence[Group]) -> float | None:
 def _why_filtered(row: Mapping[str, Any]) -> str:
     if not row["response_tokens"]:
         return "empty_response"
-    return "stale" if any(row["loss_mask"]) else "masked"
+    return STALE if any(row["loss_mask"]) else "masked"
 
 
 def _plan_rows(

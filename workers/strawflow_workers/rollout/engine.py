@@ -202,11 +202,12 @@ class ServedEngine:
         self._client = SglangClient(self._process.url, max_connections=self._num_connections)
         info = await self._client.server_info()
         self.build = f"{self._session.run.config.rollout.engine} {info.get('version', '')}".strip()
-        if self._url is None or await self._client.weight_version() == version.version_id:
-            await self._report(await self._client.weight_version(), version)
-        else:  # whatever an engine of others served until now, and whoever asked it
-            await self._client.abort()
+        reported = await self._client.weight_version()
+        if self._url is not None and reported != version.version_id:
+            await self._client.abort()  # whatever an engine of others served until now, and whoever asked it
             await self.reload(version)
+        else:
+            await self._report(reported, version)
         if self._session.run.config.rollout.on_new_weights == "continue":
             self.can_continue = await self._probe_continue()
             if not self.can_continue:
@@ -237,12 +238,8 @@ class ServedEngine:
         Raises:
             EngineError: the engine refused, died, or reports other weights.
         """
-        folder = self._session.run.root / version.path
-        self.serving = None
-        await self._tell(version.version_id)
-        await asyncio.to_thread(verify_weights, folder, version.digest)
-        await self.client.update_weights_from_disk(folder, version.version_id)
-        await self._report(await self.client.weight_version(), version)
+        await self._prepare(version)
+        await self._load(version)
 
     async def reload_inside(self, version: WeightVersion) -> None:
         """Load another version while requests are in flight: they wait, and go on with the new weights.
@@ -250,14 +247,23 @@ class ServedEngine:
         Raises:
             EngineError: as `reload`; what is in flight ends with the engine.
         """
-        folder = self._session.run.root / version.path
-        await asyncio.to_thread(
-            verify_weights, folder, version.digest
-        )  # before the pause: nobody should wait for it
+        await self._prepare(version)  # before the pause: no request should wait for it
         await self.client.pause()
         self.served.append(version.version_id)  # from now on requests may be answered by it
-        await self.reload(version)
+        await self._load(version)
         await self.client.resume()
+
+    async def _prepare(self, version: WeightVersion) -> None:
+        """Keep the files of a version from being removed, and read them once to see that they are what was published."""
+        self.serving = None
+        await self._tell(version.version_id)
+        folder = self._session.run.root / version.path
+        await asyncio.to_thread(verify_weights, folder, version.digest)
+
+    async def _load(self, version: WeightVersion) -> None:
+        folder = self._session.run.root / version.path
+        await self.client.update_weights_from_disk(folder, version.version_id)
+        await self._report(await self.client.weight_version(), version)
 
     async def _probe_continue(self) -> bool:
         """Ask for one token, and for a pause: what an engine can do is seen, not believed."""

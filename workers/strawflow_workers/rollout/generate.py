@@ -109,12 +109,12 @@ class UnitGenerator:
         """
         prompt_tokens = self._tokenizer.encode(grant.prompt)
         rewards = MemberRewards(self._rewards.of(grant.profile), grant.prompt, prompt_tokens)
-        saved = saved_members(grant.continuation)
-        members = dict(saved)
+        members = saved_members(grant.continuation)
+        begun = {number: m for number, m in members.items() if m.status == PARTIAL}
         # Partial first, then whatever failed once more.
         for _ in range(2):
             open_ones = [n for n in range(grant.profile.num_samples) if _is_open(members.get(n))]
-            found = await self._members(grant, prompt_tokens, open_ones, saved, rewards)
+            found = await self._members(grant, prompt_tokens, open_ones, begun, rewards)
             members |= {m.member: m for m in found}
             if self._engine.is_interrupted or not any(_is_open(m) for m in found):
                 break
@@ -134,17 +134,17 @@ class UnitGenerator:
         grant: Grant,
         prompt_tokens: list[int],
         numbers: Sequence[int],
-        saved: dict[int, Member],
+        begun: dict[int, Member],
         rewards: MemberRewards,
     ) -> list[Member]:
-        """Sample, filter and score members."""
-        sampled = await self._sampled(grant, prompt_tokens, numbers, saved)
+        """Sample, filter and score members; `begun` are those that were saved partial."""
+        sampled = await self._sampled(grant, prompt_tokens, numbers, begun)
         return list(
             await asyncio.gather(*(self._rewarded(grant, prompt_tokens, m, rewards) for m in sampled))
         )
 
     async def _sampled(
-        self, grant: Grant, prompt_tokens: list[int], numbers: Sequence[int], saved: dict[int, Member]
+        self, grant: Grant, prompt_tokens: list[int], numbers: Sequence[int], begun: dict[int, Member]
     ) -> list[Member]:
         """Sample members: by the hook, or those with tokens each in a request of its own, the others in one together."""
         if self._hooked is not None:
@@ -155,12 +155,11 @@ class UnitGenerator:
                 for number in numbers
             ]
             return list(await asyncio.gather(*calls))
-        begun = [n for n in numbers if (known := saved.get(n)) is not None and known.status == PARTIAL]
-        begun = [n for n in begun if saved[n].response_tokens]
-        fresh = [n for n in numbers if n not in begun]
-        groups = [[n] for n in begun] + ([fresh] if fresh else [])
+        alone = [n for n in numbers if n in begun and begun[n].response_tokens]
+        fresh = [n for n in numbers if n not in alone]
+        groups = [[n] for n in alone] + ([fresh] if fresh else [])
         sampled = await asyncio.gather(
-            *(self._sample(grant, prompt_tokens, group, saved) for group in groups)
+            *(self._sample(grant, prompt_tokens, group, begun) for group in groups)
         )
         return [
             self._member(number, answer)
@@ -169,11 +168,10 @@ class UnitGenerator:
         ]
 
     async def _sample(
-        self, grant: Grant, prompt_tokens: list[int], numbers: list[int], saved: dict[int, Member]
+        self, grant: Grant, prompt_tokens: list[int], numbers: list[int], begun: dict[int, Member]
     ) -> list[_Response | EngineResponseError]:
         """Ask for members in one request; when the answer is unsound, one by one, to fail only those to blame."""
-        before = saved.get(numbers[0]) if len(numbers) == 1 else None
-        before = before if before is not None and before.status == PARTIAL else None
+        before = begun.get(numbers[0]) if len(numbers) == 1 else None
         ended = self._ended(before, grant.profile)
         if ended is not None:
             return [ended]
@@ -185,7 +183,7 @@ class UnitGenerator:
         except EngineResponseError as error:
             if len(numbers) == 1:
                 return [error]
-        alone = [self._sample(grant, prompt_tokens, [number], saved) for number in numbers]
+        alone = [self._sample(grant, prompt_tokens, [number], begun) for number in numbers]
         return [found[0] for found in await asyncio.gather(*alone)]
 
     def _ended(self, before: Member | None, profile: SamplingProfile) -> _Response | None:
