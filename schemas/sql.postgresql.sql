@@ -349,6 +349,20 @@ CREATE TABLE batch_extents (
 
 CREATE INDEX ix_batch_extents_extent_id ON batch_extents (extent_id);
 
+CREATE TABLE continuations (
+    unit_id BIGINT NOT NULL,
+    fence BIGINT NOT NULL,
+    seq BIGINT NOT NULL,
+    extent_id BIGINT NOT NULL,
+    row_start INTEGER NOT NULL,
+    row_count INTEGER NOT NULL,
+    CONSTRAINT pk_continuations PRIMARY KEY (unit_id, fence, seq),
+    CONSTRAINT fk_continuations_unit_id FOREIGN KEY(unit_id) REFERENCES units (unit_id),
+    CONSTRAINT fk_continuations_extent_id FOREIGN KEY(extent_id) REFERENCES extents (extent_id)
+);
+
+CREATE INDEX ix_continuations_extent_id ON continuations (extent_id);
+
 CREATE TABLE offers (
     branch_id VARCHAR NOT NULL,
     consumer VARCHAR NOT NULL,

@@ -107,6 +107,13 @@ class RolloutSection(Section):
     broken off, stored, and go on with the new weights. `continue`: the engine pauses, loads, and goes on inside them."""
     partial_rollout: bool = True
     """Keep what was generated of groups that are broken off (new weights, drain); off: they start again from the prompt."""
+    save_every_s: float = Field(default=10.0, ge=0)
+    """Seconds after which what was generated of groups in flight is saved: a kill then loses no more. 0: no such bound.
+    Without `partial_rollout` nothing is saved."""
+    save_every_tokens: int = Field(default=0, ge=0)
+    """Tokens of a response after which it is saved as well; 0: no such bound."""
+    stream_interval: int = Field(default=32, ge=1)
+    """Tokens between two messages of an engine about a response that is saved while it is generated."""
     reward: str = "exact"
     """Scores the responses: `exact`, `f1`, `math`, `multiple_choice` (each also `boxed_`), `instructions`, `code:python`,
     `reasoning_gym:<dataset>`, `remote:URL`, `reward_model:URL`, `package.module:function`, `group:` for whole groups."""

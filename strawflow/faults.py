@@ -37,6 +37,7 @@ POINTS: frozenset[str] = frozenset(
         "trainer.before_step",
         "trainer.after_step",
         "rollout.after_claim",
+        "rollout.after_save",
         "rollout.before_complete",
         "assemble.before_plan",
         "eval.after_plan",  # an evaluation's batch planned, its results not recorded

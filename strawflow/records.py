@@ -82,6 +82,20 @@ CONTINUATION = _schema(
     ],
 )
 
+PROGRESS = _schema(
+    "progress",
+    1,
+    [
+        # One row is what is new of one member of a group since the record before: progress saved while it is worked on.
+        *CONTINUATION,
+        # The record that this one goes on from; null: from the prompt. A member that it does not hold stands as before.
+        pa.field("after_fence", pa.int64()),
+        pa.field("after_seq", pa.int64()),
+        # How many of the member's tokens before this record still count: the row's tokens follow them.
+        _required("start", pa.int32()),
+    ],
+)
+
 JOURNAL = _schema(
     "journal",
     1,
@@ -225,6 +239,7 @@ SCHEMAS: dict[str, pa.Schema] = {
     "prompt": PROMPT,
     "trajectory": TRAJECTORY,
     "continuation": CONTINUATION,
+    "progress": PROGRESS,
     "batch": BATCH,
     "plan": PLAN,
     "journal": JOURNAL,
@@ -258,6 +273,7 @@ COMPRESSION: dict[str, str | None] = {
     "prompt": "zstd",
     "trajectory": None,
     "continuation": None,
+    "progress": None,
     "batch": None,
     "plan": "zstd",
     "journal": "zstd",

@@ -16,12 +16,13 @@ from types import TracebackType
 from strawflow import clock
 from strawflow.errors import InvalidInputError
 from strawflow.flow import claim as claiming
+from strawflow.flow import complete as completing
 from strawflow.flow.claim import Grant, PromptShelf, grants_of
 from strawflow.flow.run import Run
 from strawflow.flow.session import WorkerSession
 from strawflow.flow.submission import Answer, Submission
 from strawflow.flow.trajectory import UnitResult
-from strawflow.ids import SESSION_KIND_RULE, is_session_kind
+from strawflow.ids import SESSION_KIND_RULE, is_session_kind, new_id
 from strawflow.index.leases import Failure, Wanted
 from strawflow.states import UnitState
 
@@ -97,6 +98,20 @@ class Worker:
         """
         answer = self._submit(Submission(submission_id, parked=progress))
         return Settled(answer.parked, answer.lost, [])
+
+    def save(
+        self, progress: Sequence[tuple[Grant, UnitResult]], *, submission_id: str | None = None
+    ) -> Settled:
+        """Store how far groups have come and keep them: after this worker's death another goes on from there.
+
+        Each result (`grant.result(...)`) holds the members begun so far, unfinished ones with status "partial"; only what is
+        new since the last save is written. Not for one group from two threads at once.
+
+        Raises as `complete` does.
+        """
+        self._session.mark_progress()
+        receipt = completing.save(self._session, progress, submission_id=submission_id or new_id("save"))
+        return Settled(receipt.accepted, receipt.lost, [])
 
     def fail(self, grant: Grant, error: str, *, retry_after_s: float = 0.0) -> UnitState | None:
         """End an attempt with its error: ready again (after a while), or failed once the attempts are used up.

@@ -5,17 +5,18 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import pyarrow as pa
 
 from strawflow import faults
 from strawflow.config import SamplingProfile
 from strawflow.flow import quota
-from strawflow.flow.placed import read_extent, read_rows
+from strawflow.flow.chain import Chain, last_record, read_chains, saved_members
+from strawflow.flow.placed import read_extent
 from strawflow.flow.session import WorkerSession
 from strawflow.flow.submission import Submission
-from strawflow.flow.trajectory import COMPLETE_SEQ, Member, UnitResult, with_every_token
-from strawflow.ids import RowRange
+from strawflow.flow.trajectory import Member, UnitResult
 from strawflow.index import datasets, leases, packs
 from strawflow.index.leases import Wanted
 from strawflow.index.units import Unit
@@ -40,15 +41,25 @@ class Grant:
     prompt: Prompt
     profile: SamplingProfile
     continuation: pa.RecordBatch | None = None
-    """What was saved when it was parked, one row per member (schema records.CONTINUATION, mask and versions told for every
+    """What was saved of it before, one row per member (schema records.CONTINUATION, mask and versions told for every
     token); None for a fresh one."""
+
+    @cached_property
+    def chain(self) -> Chain:
+        """What is saved of it under this grant; whoever saves keeps it up to date."""
+        if self.continuation is None:
+            return Chain(self.fence)
+        return Chain(self.fence, last_record(self.continuation), saved_members(self.continuation))
 
     def result(
         self, members: Sequence[Member], *, prompt_tokens: Sequence[int] = (), engine: str = ""
     ) -> UnitResult:
-        """Return what to hand in for this group: its members, the tokens they were sampled after, and who sampled."""
+        """Return what to hand in for this group: its members, the tokens they were sampled after, and who sampled.
+
+        Make it after the last save: a later write has a higher `seq`.
+        """
         return UnitResult(
-            self.unit_id, self.fence, COMPLETE_SEQ, prompt_tokens, members, self.profile, engine
+            self.unit_id, self.fence, self.chain.next_seq, prompt_tokens, members, self.profile, engine
         )
 
     @property
@@ -123,28 +134,11 @@ def claim(
 
 def grants_of(session: WorkerSession, shelf: PromptShelf, granted: Sequence[Unit]) -> list[Grant]:
     """Bring the prompts of granted units along, and what was saved of those that were parked."""
-    saved = _saved_progress(session, granted)
+    saved = read_chains(session.run, session.reader, granted)
     return [
         Grant(u, shelf.read(u.segment_id, u.position), shelf.profiles[u.profile], saved.get(u.unit_id))
         for u in granted
     ]
-
-
-def _saved_progress(session: WorkerSession, granted: Sequence[Unit]) -> dict[int, pa.RecordBatch]:
-    parked = [u for u in granted if u.extent_id is not None]
-    if not parked:
-        return {}
-    with session.run.index.read() as connection:
-        placed = packs.find_extents(connection, [u.extent_id for u in parked if u.extent_id is not None])
-    return {
-        u.unit_id: with_every_token(
-            read_rows(
-                session.run, session.reader, RowRange(placed[u.extent_id], u.row_start or 0, u.row_count or 0)
-            )
-        )
-        for u in parked
-        if u.extent_id is not None
-    }
 
 
 def release(session: WorkerSession, grants: Sequence[Grant]) -> int:

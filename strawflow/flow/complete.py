@@ -1,4 +1,4 @@
-"""Completing, parking and failing: what a worker hands in for the units it holds (see flow.exchange for how)."""
+"""Completing, parking, saving and failing: what a worker hands in for the units it holds (see flow.exchange for how)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from strawflow import faults
 from strawflow.errors import LeaseLostError
+from strawflow.flow.claim import Grant
 from strawflow.flow.session import WorkerSession
 from strawflow.flow.submission import Submission
 from strawflow.flow.trajectory import UnitResult
@@ -54,6 +55,26 @@ def park(session: WorkerSession, progress: Sequence[UnitResult], *, submission_i
     attempt is refunded. Idempotent, and raises, as `complete` does."""
     answer = session.exchange.submit(Submission(submission_id, parked=progress))
     return Receipt(answer.parked, answer.lost)
+
+
+def save(
+    session: WorkerSession, progress: Sequence[tuple[Grant, UnitResult]], *, submission_id: str
+) -> Receipt:
+    """Store how far leased units have come, and go on with them: whoever gets one after this worker's death goes on there.
+
+    Each result holds the members begun so far, whole; only what is new since the last save is written. Idempotent, and
+    raises, as `complete` does; units that had nothing new are in none of the receipt's lists.
+    """
+    records = [(grant, result, grant.chain.record(result)) for grant, result in progress]
+    fresh = [record for _, _, record in records if record is not None]
+    if not fresh:
+        return Receipt((), ())
+    answer = session.exchange.submit(Submission(submission_id, saved=fresh))
+    faults.at("rollout.after_save")
+    for grant, result, record in records:
+        if record is not None and grant.unit_id in answer.saved:
+            grant.chain.saved(record, result)
+    return Receipt(answer.saved, answer.lost)
 
 
 def fail(

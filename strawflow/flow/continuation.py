@@ -1,59 +1,17 @@
-"""Continuations: what was saved of a group that was broken off, as members again, and whether it is worth going on with.
-
-A saved member is finished, truncated or failed for good, or partial: its tokens become part of the next request's prompt.
-"""
+"""Continuations: whether what was saved of a group that was broken off is worth going on with."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
-
-import pyarrow as pa
 
 from strawflow.flow.claim import Grant
 from strawflow.flow.session import WorkerSession
-from strawflow.flow.trajectory import NOT_SAMPLED, Member
 from strawflow.index import consumers, events, weights
 from strawflow.index.events import Event
 
 log = logging.getLogger(__name__)
-
-_AS_STORED = (
-    "member",
-    "status",
-    "response_tokens",
-    "logprobs",
-    "finish_reason",
-    "reward",
-    "score",
-    "failure",
-    "response_text",
-    "environment",
-    "loss_mask",
-    "prompt_tokens",
-)
-"""Fields of a member that are columns of its row."""
-
-
-def saved_members(rows: pa.RecordBatch | None) -> dict[int, Member]:
-    """Return the members of a `Grant.continuation` by number, each with all its segments; none without one."""
-    if rows is None:
-        return {}
-    segments: dict[int, list[Member]] = {}
-    for row in rows.to_pylist():
-        segments.setdefault(row["member"], []).append(_member(row))
-    return {number: replace(first, siblings=tuple(others)) for number, (first, *others) in segments.items()}
-
-
-def _member(row: Mapping[str, Any]) -> Member:
-    versions = row["weight_versions"]
-    as_stored = {name: row[name] for name in _AS_STORED}
-    return Member(
-        token_versions=["" if place == NOT_SAMPLED else versions[place] for place in row["token_versions"]],
-        **as_stored,
-    )
 
 
 def without_outdated(session: WorkerSession, grants: Sequence[Grant]) -> list[Grant]:

@@ -18,7 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import compress, count
+from operator import not_
 from typing import TYPE_CHECKING
 
 from strawflow import faults
@@ -29,7 +30,17 @@ from strawflow.flow.submission import Answer, Submission
 from strawflow.flow.trajectory import UnitResult, to_record_batch
 from strawflow.flow.window import MAX_UNITS, Line, Part
 from strawflow.ids import Extent
-from strawflow.index import consumers, events, leases, packs, receipts, sessions, units, weights
+from strawflow.index import (
+    consumers,
+    continuations,
+    events,
+    leases,
+    packs,
+    receipts,
+    sessions,
+    units,
+    weights,
+)
 from strawflow.index.events import Event
 from strawflow.index.leases import Outcome, Wanted
 from strawflow.index.prepared import Transaction
@@ -43,10 +54,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Stored:
-    """Where the rows of one window lie: extent of each kind, and (start, count) of each unit."""
+    """Where the rows of one window lie: the extent of each kind there is, and (start, count) of each unit."""
 
-    results: Extent | None
-    parked: Extent | None
+    extents: dict[str, Extent]
     rows: dict[int, tuple[int, int]]
 
 
@@ -124,7 +134,7 @@ class Exchange:
                 part.answer = answer
             else:
                 part.error = answer
-        self._session.checksums.add(e for e in (stored.results, stored.parked) if e is not None)
+        self._session.checksums.add(stored.extents.values())
         faults.at("commit.after")
 
     def _settle_again(self, window: Sequence[Part], stored: _Stored) -> list[Answer | ConflictError]:
@@ -145,17 +155,21 @@ class Exchange:
 
     def _store(self, window: Sequence[Part]) -> _Stored:
         rows: dict[int, tuple[int, int]] = {}
-        extents: list[Extent | None] = []
-        for kind, of in (("trajectory", "results"), ("continuation", "parked")):
-            results: list[UnitResult] = [r for part in window for r in getattr(part.submission, of)]
+        extents: dict[str, Extent] = {}
+        submissions = [part.submission for part in window]
+        for kind, results in (
+            ("trajectory", [r for s in submissions for r in s.results]),
+            ("continuation", [r for s in submissions for r in s.parked]),
+            ("progress", [r for s in submissions for r in s.saved]),
+        ):
             start = 0
             for result in results:
                 num_rows = sum(1 + len(member.siblings) for member in result.members)
                 rows[result.unit_id] = (start, num_rows)
                 start += num_rows
-            batch = to_record_batch(results, kind=kind) if results else None
-            extents.append(None if batch is None else self._session.packs.append(kind, batch))
-        return _Stored(extents[0], extents[1], rows)
+            if results:
+                extents[kind] = self._session.packs.append(kind, to_record_batch(results, kind=kind))
+        return _Stored(extents, rows)
 
     def _transact(
         self, transaction: Transaction, window: Sequence[Part], stored: _Stored, *, is_again: bool = False
@@ -166,7 +180,7 @@ class Exchange:
         known = _told_apart(receipts.find_many(transaction, asked))
         if all(p.submission_id in known for p in window):
             return [self._repeated(transaction, known[p.submission_id], p) for p in window]
-        named = [e for e in (stored.results, stored.parked) if e is not None]
+        named = list(stored.extents.values())
         if named:  # holds the session's row as well
             named = packs.name_extents(transaction, named, session_id=session_id)
         else:
@@ -192,7 +206,7 @@ class Exchange:
     ) -> dict[str, Answer]:
         session_id = self._session.session_id
         fresh = [part.submission for part in parts]
-        completed = parked = released = frozenset[int]()
+        completed = parked = saved = released = frozenset[int]()
         results = [r for s in fresh for r in s.results]
         if results:
             outcomes = [self._outcome(r, extent_ids["trajectory"], stored) for r in results]
@@ -202,6 +216,14 @@ class Exchange:
         if to_park := [p for s in fresh for p in s.parked]:
             outcomes = [self._outcome(p, extent_ids["continuation"], stored) for p in to_park]
             parked = frozenset(leases.park(transaction, session_id, outcomes))
+        continuations.end(transaction, completed | parked)
+        if to_save := [p for s in fresh for p in s.saved]:
+            outcomes = [self._outcome(p, extent_ids["progress"], stored) for p in to_save]
+            goes_on = [p.after is not None for p in to_save]
+            saved = frozenset(
+                continuations.begin(transaction, session_id, compress(outcomes, map(not_, goes_on)))
+                | continuations.go_on(transaction, session_id, compress(outcomes, goes_on))
+            )
         failed = leases.fail(
             transaction,
             session_id,
@@ -211,11 +233,12 @@ class Exchange:
         if keys := [key for s in fresh for key in s.released]:
             released = frozenset(leases.release(transaction, session_id, keys))
         granted = self._grant(transaction, parts)
-        settled = completed | parked | released | failed.keys()
+        settled = completed | parked | saved | released | failed.keys()
         return {
             part.submission_id: Answer(
                 accepted=tuple(r.unit_id for r in s.results if r.unit_id in completed),
                 parked=tuple(p.unit_id for p in s.parked if p.unit_id in parked),
+                saved=tuple(p.unit_id for p in s.saved if p.unit_id in saved),
                 failed={f.unit_id: failed[f.unit_id] for f in s.failures if f.unit_id in failed},
                 released=tuple(unit_id for unit_id, _ in s.released if unit_id in released),
                 lost=tuple(unit_id for unit_id in s.unit_ids if unit_id not in settled),
@@ -278,7 +301,9 @@ class Exchange:
 
     def _learn_versions(self, submission: Submission) -> None:
         """Look up the step of every weight version not met before; a version keeps its step for ever."""
-        new = {v for r in (*submission.results, *submission.parked) for v in r.versions} - self._steps.keys()
+        new = {
+            v for r in (*submission.results, *submission.parked, *submission.saved) for v in r.versions
+        } - self._steps.keys()
         if not new:
             return
         with self._session.run.index.read() as connection:
@@ -302,6 +327,7 @@ class Exchange:
         return Answer(
             accepted=tuple(told.get("accepted", ())),
             parked=tuple(told.get("parked", ())),
+            saved=tuple(told.get("saved", ())),
             failed={unit_id: UnitState(state) for unit_id, state in told.get("failed", ())},
             released=tuple(told.get("released", ())),
             lost=tuple(told.get("lost", ())),
@@ -342,6 +368,7 @@ def _record(transaction: Transaction, session_id: str, answers: Sequence[Answer]
     happened = [
         ("units.completed", [u for a in answers for u in a.accepted]),
         ("units.parked", [u for a in answers for u in a.parked]),
+        ("units.saved", [u for a in answers for u in a.saved]),
         ("units.released", [u for a in answers for u in a.released]),
         ("units.refused", [u for a in answers for u in a.lost]),
         ("units.claimed", [u.unit_id for a in answers for u in a.granted]),

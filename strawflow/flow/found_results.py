@@ -32,6 +32,8 @@ class FoundGroup:
     mean_reward: float | None
     num_tokens: int
     is_sound: bool
+    after: tuple[int, int] | None = None
+    """Of saved progress: (fence, seq) of the record it goes on from; None: it is whole."""
 
     def has_all(self, num_members: int) -> bool:
         """Tell whether every member of the group is here."""
@@ -49,6 +51,7 @@ def groups_of(rows: pa.RecordBatch) -> Iterator[FoundGroup]:
     members, rewards = rows.column("member").to_pylist(), rows.column("reward").to_pylist()
     segments = _numbers(rows, "segment")  # a rollout's reward stands in each of its segments, and counts once
     versions = rows.column("weight_versions").to_pylist()
+    after = _after(rows)
     for start, end in zip(starts, [*starts[1:], rows.num_rows], strict=True):
         earned = [
             r
@@ -67,7 +70,16 @@ def groups_of(rows: pa.RecordBatch) -> Iterator[FoundGroup]:
             mean_reward=sum(earned) / len(earned) if earned else None,
             num_tokens=int(lengths[start:end].sum()),
             is_sound=bool(sound[start:end].all()) and len(set(purposes[start:end])) == 1,
+            after=after[start],
         )
+
+
+def _after(rows: pa.RecordBatch) -> list[tuple[int, int] | None]:
+    """Return for each row the record that it goes on from."""
+    if "after_seq" not in rows.schema.names:
+        return [None] * rows.num_rows
+    told = zip(rows.column("after_fence").to_pylist(), rows.column("after_seq").to_pylist(), strict=True)
+    return [None if seq is None else (fence, seq) for fence, seq in told]
 
 
 def _is_sound(rows: pa.RecordBatch) -> np.ndarray[Any, Any]:

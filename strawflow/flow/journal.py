@@ -145,7 +145,7 @@ def _withdraw(session: WorkerSession, entries: Sequence[Entry]) -> None:
         log.warning("refused journal entries could not be withdrawn: %s", error)
 
 
-RESULTS = ("trajectory", "continuation")
+RESULTS = ("trajectory", "continuation", "progress")
 """Kinds whose extents no entry of their own names: they tell what they are, and their checksums are written down."""
 
 

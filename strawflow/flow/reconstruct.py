@@ -13,15 +13,16 @@ Which entries are believed is flow.journal_choice's part, how an index takes its
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 
 from strawflow import clock
-from strawflow.config import RunConfig
+from strawflow.config import RunConfig, SamplingProfile
 from strawflow.errors import ConflictError, CorruptPackError
 from strawflow.flow import history_again, inherit, journal, returned
 from strawflow.flow import journal_choice as choice
@@ -30,11 +31,23 @@ from strawflow.flow.assemble import UNIT_FAILED
 from strawflow.flow.branch import inherit_cursors, inherit_drops
 from strawflow.flow.found_lines import Lines, manifests_of, read_manifests
 from strawflow.flow.found_packs import FoundPacks, Loss
+from strawflow.flow.found_progress import FoundProgress
 from strawflow.flow.found_results import FoundGroup, groups_of
 from strawflow.flow.journal import Entry, EntryKind, ExtentRef, StoredEntry
 from strawflow.flow.run import ACTIVE_BRANCH, MAIN_BRANCH, TRAINER
 from strawflow.ids import Extent, new_id
-from strawflow.index import branches, carry, consumers, datasets, meta, reconstruction, returns, units
+from strawflow.index import (
+    branches,
+    carry,
+    consumers,
+    continuations,
+    datasets,
+    meta,
+    reconstruction,
+    returns,
+    units,
+)
+from strawflow.index.continuations import SavedRecord
 from strawflow.index.datasets import Cursor
 from strawflow.index.engine import Connection
 from strawflow.index.reconstruction import FoundResult
@@ -340,7 +353,7 @@ class _Work:
                 met.update(entry.body.get("carried", ()))
             elif entry.kind in returned.KINDS:
                 met.update(unit_id for unit_id, *_ in entry.body["units"])
-        for kind in ("trajectory", "continuation"):
+        for kind in journal.RESULTS:
             for _, rows in self.packs.messages(kind):
                 met.update(rows.column("unit_id").to_pylist())
         return np.array(sorted(met), np.int64)
@@ -349,19 +362,57 @@ class _Work:
 
     def _results(self) -> None:
         steps = reconstruction.steps_of_versions(self.connection)
-        for kind, state in (("trajectory", UnitState.COMPLETED), ("continuation", UnitState.READY)):
+        for extent, rows in self.packs.results("trajectory"):
+            for groups in _chunks(groups_of(rows)):
+                self._take_results(extent, groups, steps)
+        progress = FoundProgress()
+        for kind in ("continuation", "progress"):
             for extent, rows in self.packs.results(kind):
-                groups = list(groups_of(rows))
-                for at in range(0, len(groups), _CHUNK):
-                    self._take(extent, groups[at : at + _CHUNK], state, steps)
+                for groups in _chunks(groups_of(rows)):
+                    for group, profile in self._newer(groups, steps):
+                        if kind == "progress" or group.has_all(profile.num_samples):
+                            progress.add(extent, group)
+        for chain in progress.chains():
+            self._take_chain(chain, steps)
 
-    def _take(
-        self, extent: Extent, groups: Iterable[FoundGroup], state: UnitState, steps: dict[str, int]
-    ) -> None:
+    def _take_results(self, extent: Extent, groups: Iterable[FoundGroup], steps: dict[str, int]) -> None:
+        best: dict[int, FoundGroup] = {}
+        for group, profile in self._newer(groups, steps):
+            held = best.get(group.unit_id)
+            is_newer = held is None or (group.fence, group.seq) > (held.fence, held.seq)
+            if is_newer and group.has_all(profile.num_samples):
+                best[group.unit_id] = group
+        if best:
+            extent_id = self.packs.name(extent).extent_id
+            results = [_result(group, UnitState.COMPLETED, extent_id, steps) for group in best.values()]
+            reconstruction.take_results(self.connection, results)
+            self.report.num_results += len(best)
+
+    def _take_chain(self, chain: list[tuple[Extent, FoundGroup]], steps: dict[str, int]) -> None:
+        """Let a unit go on from its saved progress."""
+        placed = [(self.packs.name(extent).extent_id, group) for extent, group in chain]
+        results = [_result(group, UnitState.READY, extent_id, steps) for extent_id, group in placed]
+        whole = replace(
+            results[0],
+            fence=results[-1].fence,
+            seq=results[-1].seq,
+            version_step=min(r.version_step for r in results),
+            num_tokens=sum(r.num_tokens for r in results),
+        )
+        reconstruction.take_results(self.connection, [whole])
+        records = [
+            SavedRecord(r.unit_id, r.fence, r.seq, r.extent_id, r.row_start, r.row_count) for r in results[1:]
+        ]
+        continuations.put(self.connection, records)
+        self.report.num_parked += 1
+
+    def _newer(
+        self, groups: Iterable[FoundGroup], steps: dict[str, int]
+    ) -> Iterator[tuple[FoundGroup, SamplingProfile]]:
+        """Yield the sound groups of units that the index knows, newer than what it has of them."""
         profiles = self.config.profiles()
         groups = list(groups)
         standing = reconstruction.standing_of(self.connection, {g.unit_id for g in groups})
-        best: dict[int, FoundGroup] = {}
         for group in groups:
             self.report.incarnation = max(self.report.incarnation, reconstruction.incarnation_of(group.fence))
             self._last_met = max(self._last_met, group.unit_id)
@@ -372,26 +423,13 @@ class _Work:
                 raise CorruptPackError(
                     f"unit {group.unit_id} is of profile {unit.profile!r}, which config.json does not have: it was changed"
                 )
-            held = best.get(group.unit_id)
-            newest = (unit.fence, unit.seq) if held is None else (held.fence, held.seq)
-            is_result = (
-                group.is_sound
+            if (
+                (group.fence, group.seq) > (unit.fence, unit.seq)
+                and group.is_sound
                 and group.purpose == unit.purpose
-                and group.has_all(profiles[unit.profile].num_samples)
                 and group.versions <= steps.keys()
-            )
-            if is_result and (group.fence, group.seq) > newest:
-                best[group.unit_id] = group
-        if not best:
-            return
-        extent_id = self.packs.name(extent).extent_id
-        reconstruction.take_results(
-            self.connection, [_result(group, state, extent_id, steps) for group in best.values()]
-        )
-        if state is UnitState.COMPLETED:
-            self.report.num_results += len(best)
-        else:
-            self.report.num_parked += len(best)
+            ):
+                yield group, profiles[unit.profile]
 
     # ---- the end
 
@@ -488,6 +526,12 @@ def _starts(entry: StoredEntry) -> list[tuple[str, int, list[str]]]:
     head = entry.head
     told = head.get("starts", [[head["consumer"], head["from_step"], consumers.TRAINABLE]])
     return [(consumer, position, list(purposes)) for consumer, position, purposes in told]
+
+
+def _chunks(groups: Iterable[FoundGroup]) -> Iterator[list[FoundGroup]]:
+    groups = iter(groups)
+    while chunk := list(islice(groups, _CHUNK)):
+        yield chunk
 
 
 def _result(group: FoundGroup, state: UnitState, extent_id: int, steps: dict[str, int]) -> FoundResult:

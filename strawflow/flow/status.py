@@ -8,13 +8,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pyarrow as pa
 
 from strawflow.errors import CorruptPackError, NotFoundError, StorageError
 from strawflow.flow import evaluation, quota, retire
+from strawflow.flow.chain import read_chains
 from strawflow.flow.evaluation import EvalResult
 from strawflow.flow.index_place import SWEEP_BLOCKED
 from strawflow.flow.placed import read_extent
@@ -375,11 +376,11 @@ def unit_detail(run: Run, unit_id: int) -> UnitDetail:
     prompt = next(iter(asked.to_pylist(unit.position - first_row, 1)), None)
     if prompt is not None:
         prompt.pop("content_digest")
-    given = _Stored() if unit.extent_id is None else _read(run, reader, unit.extent_id)
+    given = _given(run, reader, unit)
     return UnitDetail(
         unit=unit,
         prompt=prompt,
-        members=tuple(_member(row) for row in given.to_pylist(unit.row_start or 0, unit.row_count)),
+        members=tuple(_member(row) for row in given.to_pylist()),
         fates=tuple(
             {
                 "consumer": consumer,
@@ -395,6 +396,22 @@ def unit_detail(run: Run, unit_id: int) -> UnitDetail:
         prompt_damage=asked.damage,
         damage=given.damage,
     )
+
+
+def _given(run: Run, reader: PackReader, unit: Unit) -> _Stored:
+    """Return the rows of a unit's result, or of what is saved of it."""
+    if unit.extent_id is None:
+        return _Stored()
+    if unit.state is UnitState.COMPLETED:
+        stored = _read(run, reader, unit.extent_id)
+        rows = stored.rows
+        return (
+            stored if rows is None else replace(stored, rows=rows.slice(unit.row_start or 0, unit.row_count))
+        )
+    try:
+        return _Stored(rows=read_chains(run, reader, [unit])[unit.unit_id])
+    except (CorruptPackError, StorageError) as error:
+        return _Stored(damage=error.message)
 
 
 def _from_history(row: dict[str, Any]) -> tuple[Unit, list[tuple[str, Assignment, int | None]]]:

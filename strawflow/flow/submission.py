@@ -24,36 +24,38 @@ from strawflow.states import UnitState
 
 @dataclass(frozen=True)
 class Submission:
-    """What one caller hands in: results, progress to park with, failures, leases given back, and what it wants next."""
+    """What one caller hands in: results, progress to park with or to save, failures, leases given back, and what it wants next."""
 
     submission_id: str | None
     """None: only the exchange itself will ever repeat it, and names it."""
     results: Sequence[UnitResult] = ()
     parked: Sequence[UnitResult] = ()
+    saved: Sequence[UnitResult] = ()
+    """Records of progress (`flow.chain`); their units stay leased."""
     failures: Sequence[Failure] = ()
     released: Sequence[Key] = ()
     wanted: Wanted | None = None
 
     @cached_property
     def unit_ids(self) -> list[int]:
-        """Every unit it settles, in the order results, parked, failures, released."""
-        settled = [r.unit_id for r in self.results] + [p.unit_id for p in self.parked]
-        return settled + [f.unit_id for f in self.failures] + [unit_id for unit_id, _ in self.released]
+        """Every unit it is about, in the order results, parked, saved, failures, released."""
+        told = [r.unit_id for of in (self.results, self.parked, self.saved) for r in of]
+        return told + [f.unit_id for f in self.failures] + [unit_id for unit_id, _ in self.released]
 
     def check(self) -> None:
         """Raise InvalidInputError when a member breaks promise P9 or P10, or a unit is handed in twice."""
         for result in self.results:
             result.check()
-        for progress in self.parked:
+        for progress in (*self.parked, *self.saved):
             progress.check(is_parked=True)
-        settled = self.unit_ids
-        if len(set(settled)) != len(settled):
-            raise InvalidInputError("one submission settles a unit twice", submission_id=self.submission_id)
+        told = self.unit_ids
+        if len(set(told)) != len(told):
+            raise InvalidInputError("one submission is about a unit twice", submission_id=self.submission_id)
 
     def content_digest(self) -> bytes:
         """Return an xxh3-128 of everything handed in."""
         state = xxhash.xxh3_128()
-        for name, results in (("complete", self.results), ("park", self.parked)):
+        for name, results in (("complete", self.results), ("park", self.parked), ("save", self.saved)):
             for r in results:
                 _add(
                     state,
@@ -65,10 +67,14 @@ class Submission:
                     *_settings(r),
                     len(r.members),
                 )
+                if r.after is not None:
+                    _add(state, "after", *r.after)
                 _add_array(state, np.asarray(r.prompt_tokens, np.int32))
                 for m in r.rows:
                     _add(state, int(m.member), m.status, m.finish_reason, _number(m.reward), _number(m.score))
                     _add(state, m.failure, m.response_text, m.environment, *m.versions)
+                    if m.start:
+                        _add(state, "start", int(m.start))
                     for array in (m.token_array, m.logprob_array, m.version_places):
                         _add_array(state, array)
                     if m.mask_array is not None or m.prompt_tokens is not None:
@@ -123,6 +129,7 @@ class Answer:
 
     accepted: tuple[int, ...] = ()
     parked: tuple[int, ...] = ()
+    saved: tuple[int, ...] = ()
     failed: dict[int, UnitState] = field(default_factory=dict)
     """New state of each unit whose attempt ended with an error."""
     released: tuple[int, ...] = ()
@@ -135,6 +142,7 @@ class Answer:
         whole = {
             "accepted": self.accepted,
             "parked": self.parked,
+            "saved": self.saved,
             "failed": [[unit_id, state.value] for unit_id, state in self.failed.items()],
             "released": self.released,
             "lost": self.lost,

@@ -59,6 +59,8 @@ class Member:
     """1 = trained, for each response token; None: all are. A token that no weights sampled is never trained."""
     prompt_tokens: Sequence[int] | None = None
     """What its first token was sampled after; None: the group's prompt."""
+    start: int = 0
+    """Of progress saved as a difference: how many of the member's tokens before it still count (`flow.chain`)."""
     siblings: Sequence[Member] = ()
     """Further segments of the same rollout, in order: only what is a segment's own counts (tokens, their parallel arrays,
     text, prompt, finish reason). Status, reward and failure are the rollout's: told here, once."""
@@ -213,6 +215,8 @@ class UnitResult:
     members: Sequence[Member]
     profile: SamplingProfile
     engine: str
+    after: tuple[int, int] | None = None
+    """Of progress saved as a difference: (fence, seq) of the record it goes on from; None: it is whole."""
 
     def check(self, *, is_parked: bool = False) -> None:
         """Raise InvalidInputError when a member breaks promise P9 or P10, or is partial in a group that is not parked.
@@ -308,6 +312,9 @@ def to_record_batch(results: Sequence[UnitResult], *, kind: str = "trajectory") 
         "max_response_tokens": lambda t: of_units.shared(lambda r: r.profile.max_response_tokens, t),
         "engine": lambda t: of_units.shared(lambda r: r.engine, t),
         "environment": lambda t: maybe([m.environment for m in members], t),
+        "after_fence": lambda t: maybe(of_units.spread([r.after and r.after[0] for r in results]), t),
+        "after_seq": lambda t: maybe(of_units.spread([r.after and r.after[1] for r in results]), t),
+        "start": lambda t: numbers([m.start for m in members], t),
     }
     arrays = [columns[name](dtype) for name, dtype in _fields(kind)]
     return pa.RecordBatch.from_arrays(arrays, schema=schema_of(kind))

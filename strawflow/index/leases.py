@@ -149,8 +149,8 @@ _HELD = (
     "units.unit_id = CAST(r.value->>0 AS BIGINT) AND units.fence = CAST(r.value->>1 AS BIGINT) "
     "AND units.state = 'leased' AND units.session_id || '' = :session_id"
 )
-_HELD_BEFORE = f"{_HELD} AND units.seq < CAST(r.value->>2 AS BIGINT)"
-_POINTS = (
+HELD_BEFORE = f"{_HELD} AND units.seq < CAST(r.value->>2 AS BIGINT)"
+POINTS = (
     "seq = CAST(r.value->>2 AS BIGINT), extent_id = CAST(r.value->>3 AS BIGINT), "
     "row_start = CAST(r.value->>4 AS INTEGER), row_count = CAST(r.value->>5 AS INTEGER), "
     "version_step = CAST(r.value->>6 AS BIGINT), mean_reward = CAST(r.value->>7 AS DOUBLE PRECISION), "
@@ -158,13 +158,13 @@ _POINTS = (
 )
 
 _COMPLETE = Prepared(
-    f"UPDATE units SET state = 'completed', session_id = NULL, last_error = NULL, {_POINTS} "
-    f"FROM {{each}} WHERE {_HELD_BEFORE} RETURNING units.unit_id"
+    f"UPDATE units SET state = 'completed', session_id = NULL, last_error = NULL, {POINTS} "
+    f"FROM {{each}} WHERE {HELD_BEFORE} RETURNING units.unit_id"
 )
 _PARK = Prepared(
     "UPDATE units SET state = 'ready', session_id = NULL, claim_class = 0, "
     "scheduling_key = CAST(r.value->>6 AS BIGINT), parks = parks + 1, attempts = attempts - 1, "
-    f"{_POINTS} FROM {{each}} WHERE {_HELD_BEFORE} RETURNING units.unit_id"
+    f"{POINTS} FROM {{each}} WHERE {HELD_BEFORE} RETURNING units.unit_id"
 )
 _FAIL = Prepared(
     "UPDATE units SET state = CASE WHEN attempts >= :max_attempts THEN 'failed' ELSE 'ready' END, session_id = NULL, "

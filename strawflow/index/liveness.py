@@ -27,7 +27,7 @@ from strawflow.index.pins import PinKind, is_pinned
 from strawflow.index.prepared import Prepared, rows_value
 from strawflow.states import PackState, SessionState
 
-REFERRED_KINDS = ("prompt", "trajectory", "continuation", "batch", "plan")
+REFERRED_KINDS = ("prompt", "trajectory", "continuation", "progress", "batch", "plan")
 """Kinds whose extents rows of other tables name."""
 
 _REFERRERS = [

@@ -15,7 +15,7 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from strawflow import clock
-from strawflow.index import events, meta
+from strawflow.index import continuations, events, meta
 from strawflow.index import tables as t
 from strawflow.index.batches import LAST_VOID_ID
 from strawflow.index.engine import insert_unless_there, lock_rows
@@ -140,11 +140,15 @@ def held_prompts(connection: Connection, extent_ids: Iterable[int]) -> list[Held
 
 def held_units(connection: Connection, extent_ids: Iterable[int]) -> list[HeldUnit]:
     found: list[HeldUnit] = []
-    u, w = t.units.c, t.weight_versions.c
+    u, w, c = t.units.c, t.weight_versions.c, t.continuations.c
+    held = sa.union_all(  # by what the unit names, and by progress saved on top of it
+        sa.select(u.unit_id, u.extent_id).where(u.extent_id.is_not(None)),
+        sa.select(c.unit_id, c.extent_id),
+    ).subquery()
     for chunk in _chunks(extent_ids):
         rows = connection.execute(
             sa.select(
-                u.extent_id,
+                held.c.extent_id,
                 u.unit_id,
                 u.branch_id,
                 u.purpose,
@@ -155,8 +159,9 @@ def held_units(connection: Connection, extent_ids: Iterable[int]) -> list[HeldUn
                     sa.and_(w.files_removed.is_(False), w.state != "dead"),
                 ).label("can_be_served"),
             )
+            .join(held, held.c.unit_id == u.unit_id)
             .outerjoin(t.weight_versions, w.version_id == u.required_version_id)
-            .where(u.extent_id.in_(chunk))
+            .where(held.c.extent_id.in_(chunk))
             .order_by(u.unit_id)
         ).all()
         ids = [row.unit_id for row in rows]
@@ -281,6 +286,7 @@ def reopen(connection: Connection, unit_ids: Collection[int], *, reason: str) ->
     _WITHDRAW.count(connection, rows=rows_value(reopened))
     restarted = [row[0] for row in _RESTART.rows(connection, rows=ids)]
     done = sorted({*reopened, *restarted})
+    continuations.end(connection, done)
     events.record_many(
         connection,
         [events.Event("unit.reopened", unit_id=unit_id, facts={"reason": reason}) for unit_id in done],

@@ -18,7 +18,7 @@ from sqlalchemy.engine import Connection
 from strawflow import clock
 from strawflow.errors import CorruptPackError
 from strawflow.ids import Extent
-from strawflow.index import meta, retired
+from strawflow.index import continuations, meta, retired
 from strawflow.index import tables as t
 from strawflow.index.carry import Carried
 from strawflow.index.engine import insert_unless_there
@@ -155,8 +155,11 @@ def last_extent_id(connection: Connection) -> int:
 
 def drop_unreferred_results(connection: Connection, *, after: int) -> None:
     """Remove extents beyond the id `after` whose results another one took the place of."""
-    kinds = sa.select(t.packs.c.pack_id).where(t.packs.c.kind.in_(["trajectory", "continuation"]))
-    named = sa.select(t.units.c.extent_id).where(t.units.c.extent_id.is_not(None))
+    kinds = sa.select(t.packs.c.pack_id).where(t.packs.c.kind.in_(["trajectory", "continuation", "progress"]))
+    named = sa.union(
+        sa.select(t.units.c.extent_id).where(t.units.c.extent_id.is_not(None)),
+        sa.select(t.continuations.c.extent_id),
+    )
     connection.execute(
         sa.delete(t.extents).where(
             t.extents.c.extent_id > after,
@@ -523,6 +526,7 @@ def retire_again(connection: Connection, wanted: Mapping[int, int]) -> set[int]:
         chunk = gone[at : at + _CHUNK]
         connection.execute(sa.delete(t.assignments).where(t.assignments.c.unit_id.in_(chunk)))
         connection.execute(sa.delete(t.offers).where(t.offers.c.unit_id.in_(chunk)))
+        continuations.end(connection, chunk)
         connection.execute(sa.delete(t.units).where(t.units.c.unit_id.in_(chunk)))
     for branch_id, units_of in leaving.items():
         retired.add(connection, branch_id, units_of)

@@ -19,7 +19,7 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from strawflow.errors import StorageError
-from strawflow.index import branches, dump, retired
+from strawflow.index import branches, continuations, dump, retired
 from strawflow.index import tables as t
 from strawflow.index.checkpoints import Checkpoint
 from strawflow.index.consumers import Consumer
@@ -278,6 +278,7 @@ def remove_units(connection: Connection, limits: Limits, leaving: Sequence[Leavi
     if now != [unit.identity() for unit in leaving]:
         return False
     _REMOVE_FATES.count(connection, rows=rows_value(ids))
+    continuations.end(connection, ids)
     _REMOVE_UNITS.count(connection, rows=rows_value(ids))
     retired.add(connection, limits.branch_id, [unit.counted() for unit in leaving])
     return True

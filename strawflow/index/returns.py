@@ -13,6 +13,7 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
+from strawflow.index import continuations
 from strawflow.index import tables as t
 from strawflow.index.prepared import Prepared, rows_value
 from strawflow.states import UnitState
@@ -69,6 +70,8 @@ def bring_back(connection: Connection, returns: Mapping[int, Sequence[Return]], 
                 state = UnitState.READY
         if values:
             num_changed += 1
+            if "extent_id" in values:
+                continuations.end(connection, [unit_id])
             connection.execute(
                 sa.update(t.units).where(t.units.c.unit_id == unit_id).values(state=state, **values)
             )

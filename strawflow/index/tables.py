@@ -253,6 +253,21 @@ units = Table(
     Index("ix_units_extent_id", "extent_id", **_where("extent_id IS NOT NULL")),
 )
 
+continuations = Table(
+    "continuations",
+    metadata,
+    # Progress saved while a unit is worked on: each record goes on from the one before it, the first from the one that
+    # the unit itself names. Completing or parking the unit folds them.
+    Column("unit_id", BigInteger, ForeignKey("units.unit_id"), primary_key=True),
+    Column("fence", BigInteger, primary_key=True),
+    Column("seq", BigInteger, primary_key=True),
+    Column("extent_id", BigInteger, ForeignKey("extents.extent_id"), nullable=False),
+    Column("row_start", Integer, nullable=False),
+    Column("row_count", Integer, nullable=False),
+    Index("ix_continuations_extent_id", "extent_id"),
+    sqlite_with_rowid=False,
+)
+
 consumers = Table(
     "consumers",
     metadata,

@@ -17,7 +17,8 @@ import json
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, fields, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -53,6 +54,8 @@ class Faults:
     """/generate is never answered, until it is aborted."""
     token_s: float = 0.0
     """Seconds that each token takes; an abort ends the request with the tokens so far."""
+    cut_stream_after: int = 0
+    """A streamed answer breaks off, its connection closed, once its first sample has so many tokens."""
     no_pause: bool = False
     """The engine cannot pause: the routes for it are not there."""
 
@@ -70,6 +73,8 @@ class FakeEngineOptions:
     port: int = 0
     mean_tokens: int = _MEAN_TOKENS
     """A response ends once in so many tokens."""
+    stream_interval: int = 1
+    """Tokens between two chunks of a streamed answer; each chunk tells only what is new."""
     faults: Faults = field(default_factory=Faults)
 
     def first_label(self) -> str:
@@ -271,20 +276,42 @@ class FakeEngine:
             return 400, {"error": {"message": "input_ids holds a token outside the vocabulary"}}
         if _due(faults.error_rate_every_nth, number):
             return 500, {"error": {"message": f"injected failure of request {number}"}}
-        running = _Running(str(body.get("rid") or ""))
-        with self._lock:
-            self._in_flight[number] = running
-        try:
-            drafts = self._run(body, running, faults)
-        finally:
-            with self._lock:
-                del self._in_flight[number]
+        if body.get("stream"):
+            return 200, self._stream(body, number, faults)
+        *_, drafts = self._rounds(body, number, faults)
         answers = [self._told(body, place, draft) for place, draft in enumerate(drafts)]
         if body.get("return_logprob"):
             _spoil(answers[0]["meta_info"], faults, number)
         return 200, answers if len(answers) > 1 else answers[0]
 
-    def _run(self, body: Any, running: _Running, faults: Faults) -> list[_Draft]:
+    def _stream(self, body: Any, number: int, faults: Faults) -> Iterator[dict[str, Any]]:
+        """Yield the chunks of a streamed answer, as SGLang does with --incremental-streaming-output."""
+        sent: dict[int, int] = {}
+        for drafts in self._rounds(body, number, faults):
+            for place, draft in enumerate(drafts):
+                had = sent.get(place, 0)
+                is_due = len(draft.output_ids) - had >= self.options.stream_interval
+                if had >= 0 and (is_due or draft.finish_reason):
+                    chunk = _only_new(self._told(body, place, draft), place, had=had)
+                    if body.get("return_logprob") and not place and draft.finish_reason:
+                        _spoil(chunk["meta_info"], faults, number)
+                    sent[place] = -1 if draft.finish_reason else len(draft.output_ids)
+                    yield chunk
+            if 0 < faults.cut_stream_after <= len(drafts[0].output_ids):
+                raise ConnectionAbortedError
+
+    def _rounds(self, body: Any, number: int, faults: Faults) -> Iterator[list[_Draft]]:
+        """Yield a request's samples after each round of tokens, and once more when all have ended."""
+        running = _Running(str(body.get("rid") or ""))
+        with self._lock:
+            self._in_flight[number] = running
+        try:
+            yield from self._drawn(body, running, faults)
+        finally:
+            with self._lock:
+                del self._in_flight[number]
+
+    def _drawn(self, body: Any, running: _Running, faults: Faults) -> Iterator[list[_Draft]]:
         """Draw all samples of a request side by side, until they end or it is aborted."""
         params = body.get("sampling_params") or {}
         limit = int(params.get("max_new_tokens", _DEFAULT_MAX_NEW_TOKENS))
@@ -302,9 +329,10 @@ class FakeEngine:
             if not is_aborted:
                 for draft in open_drafts:
                     self._draw(draft, limit)
+                yield drafts
         for draft in drafts:
             draft.finish_reason = draft.finish_reason or "abort"
-        return drafts
+        yield drafts
 
     def _draw(self, draft: _Draft, limit: int) -> None:
         version, options = self._weight_version, self.options
@@ -381,6 +409,17 @@ class FakeEngine:
         }
 
 
+def _only_new(answer: dict[str, Any], place: int, *, had: int) -> dict[str, Any]:
+    """Return a sample's answer as a chunk: without the `had` tokens told before."""
+    meta = dict(answer["meta_info"])
+    if "output_token_logprobs" in meta:
+        meta["output_token_logprobs"] = meta["output_token_logprobs"][had:]
+    if meta["finish_reason"]["type"] == "":  # not ended; until then SGLang names its present weights only
+        meta["finish_reason"] = None
+        del meta["weight_versions"]
+    return {"output_ids": answer["output_ids"][had:], "meta_info": meta, "index": place}
+
+
 def _due(every_nth: int, number: int) -> bool:
     return every_nth > 0 and number % every_nth == 0
 
@@ -416,6 +455,9 @@ def _handler_of(engine: FakeEngine) -> type[BaseHTTPRequestHandler]:
             self._reply(*engine.answer("POST", self.path.partition("?")[0], body))
 
         def _reply(self, status: int, content: Any) -> None:
+            if isinstance(content, Iterator):
+                self._reply_streaming(content)
+                return
             text = "" if content is None else content if isinstance(content, str) else json.dumps(content)
             kind = "text/plain" if isinstance(content, str) else "application/json"
             payload = text.encode()
@@ -424,6 +466,17 @@ def _handler_of(engine: FakeEngine) -> type[BaseHTTPRequestHandler]:
             self.send_header("Content-Length", str(len(payload)))
             self.end_headers()
             self.wfile.write(payload)
+
+        def _reply_streaming(self, chunks: Iterator[dict[str, Any]]) -> None:
+            self.close_connection = True  # its end is the end of the answer
+            self.send_response(200)
+            self.send_header("Content-Type", "text/event-stream")
+            self.end_headers()
+            with closing(chunks) as told:  # type: ignore[type-var]  # it is a generator
+                for chunk in told:
+                    self.wfile.write(f"data: {json.dumps(chunk)}\n\n".encode())
+                    self.wfile.flush()
+            self.wfile.write(b"data: [DONE]\n\n")
 
         def handle(self) -> None:
             try:
@@ -450,6 +503,7 @@ def _parse(arguments: Sequence[str] | None) -> tuple[int | None, FakeEngineOptio
     parser.add_argument("--model-path", default="fake/default")
     parser.add_argument("--weight-version")
     parser.add_argument("--mean-tokens", type=int, default=_MEAN_TOKENS)
+    parser.add_argument("--stream-interval", type=int, default=1)
     parser.add_argument("--die-with-parent", type=int, metavar="PID", help="end when this parent does")
     for switch in fields(Faults):
         kind = _switch if isinstance(switch.default, bool) else type(switch.default)

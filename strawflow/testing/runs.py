@@ -28,7 +28,7 @@ from strawflow.flow.complete import Receipt
 from strawflow.flow.consume import Resumption
 from strawflow.flow.run import Run, create_run, write_durably
 from strawflow.flow.session import WorkerSession
-from strawflow.flow.trajectory import Member, UnitResult, failed_member
+from strawflow.flow.trajectory import PARTIAL, Member, UnitResult, failed_member
 from strawflow.ids import new_id
 from strawflow.index import weights
 from strawflow.index.batches import Batch
@@ -246,15 +246,24 @@ def made_up_result(grant: Grant, version_id: str, *, failed: Sequence[int] = ())
         )
         for m in range(grant.profile.num_samples)
     ]
-    return UnitResult(
-        unit_id=grant.unit_id,
-        fence=grant.fence,
-        seq=1,
-        prompt_tokens=(1, 2, 3),
-        members=members,
-        profile=grant.profile,
-        engine="fake/0",
-    )
+    return grant.result(members, prompt_tokens=(1, 2, 3), engine="fake/0")
+
+
+def made_up_progress(grant: Grant, version_id: str, *num_tokens: int) -> UnitResult:
+    """Return how far a leased unit has come: member m is partial with `num_tokens[m]` tokens, 100 * m and up."""
+    members = [
+        Member(
+            member=m,
+            status=PARTIAL,
+            response_tokens=tuple(range(100 * m, 100 * m + num)),
+            logprobs=tuple(-0.25 * (t + 1) for t in range(num)),
+            token_versions=(version_id,) * num,
+            finish_reason="abort",
+            reward=None,
+        )
+        for m, num in enumerate(num_tokens)
+    ]
+    return grant.result(members, prompt_tokens=(1, 2, 3), engine="fake/0")
 
 
 def made_up_plan(step: int, groups: Sequence[Unit], rows: Mapping[int, pa.RecordBatch]) -> BatchPlan:

@@ -32,6 +32,7 @@ COMPAT = Path(__file__).parents[1] / "compat"
 
 DIGESTS = {
     "0001": {1: "b6b2ead93f87d0cfcdf4ab62f3b822ab", 2: "f2aaf45dbbee844de12b55317545105e"},
+    "0002": {1: "b6b2ead93f87d0cfcdf4ab62f3b822ab", 2: "f2aaf45dbbee844de12b55317545105e"},
 }
 
 
@@ -51,6 +52,7 @@ def to_postgresql(root: Path, url: str, revision: str) -> None:
     tables = sa.MetaData()
     with source.connect() as old, target.begin() as new:
         tables.reflect(new)
+        new.execute(sa.delete(tables.tables["meta"]))  # what a migration put there comes with the rows
         for table in tables.sorted_tables:
             rows = old.execute(sa.text(f'SELECT * FROM "{table.name}"')).mappings().all()
             if rows and table.name != "alembic_version":
@@ -59,6 +61,15 @@ def to_postgresql(root: Path, url: str, revision: str) -> None:
                     sa.insert(table),
                     [{**row, **{name: bool(row[name]) for name in booleans}} for row in rows],
                 )
+                for key in (c for c in table.primary_key if isinstance(c.type, sa.Integer)):
+                    counted = {"table": table.name, "column": key.name}
+                    new.execute(
+                        sa.text(
+                            f"SELECT setval(pg_get_serial_sequence(:table, :column), max({key.name})) FROM {table.name} "
+                            "WHERE pg_get_serial_sequence(:table, :column) IS NOT NULL"
+                        ),
+                        counted,
+                    )
     target.close()
     source.dispose()
     (root / "index.sqlite").unlink()

@@ -61,7 +61,11 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def server(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[SglangServer]:
     log = tmp_path_factory.mktemp("logs") / "engine.log"
     options = SglangOptions(
-        model_path=checkpoints["first"], log_path=log, device="cpu", weight_version=LABELS["first"]
+        model_path=checkpoints["first"],
+        log_path=log,
+        device="cpu",
+        weight_version=LABELS["first"],
+        extra_args=("--incremental-streaming-output", "--stream-interval", "8"),
     )
     with SglangServer(options) as running:
         yield running
@@ -183,6 +187,54 @@ def test_a_broken_off_response_goes_on_with_its_tokens_in_the_prompt_as_if_never
                 assert done == whole.output_ids, f"broken off after {len(part.output_ids)} tokens"
                 lengths.append(len(part.output_ids))
             assert any(0 < length < 60 for length in lengths), lengths
+
+    asyncio.run(run())
+
+
+def test_a_streamed_answer_is_the_same_one_told_in_parts(
+    server: SglangServer, checkpoints: dict[str, Path]
+) -> None:
+    told: dict[int, list[tuple[list[int], list[float], list[str]]]] = {}
+
+    def note(place: int, found: Generation) -> None:
+        told.setdefault(place, []).append(
+            (list(found.output_ids), list(found.logprobs), list(found.weight_versions))
+        )
+
+    async def run() -> None:
+        async with SglangClient(server.url) as client:
+            await client.update_weights_from_disk(checkpoints["first"], LABELS["first"])
+            asked = request(PROMPTS[0], temperature=0.0, max_new_tokens=60, ignore_eos=True, n=2)
+            whole = await client.generate(asked)
+            streamed = await client.generate(asked, on_progress=note)
+            for place, (expected, found) in enumerate(zip(whole, streamed, strict=True)):
+                assert found.output_ids == expected.output_ids
+                assert found.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+                assert found.weight_versions == [LABELS["first"]] * 60
+                assert found.finish_reason == "length"
+                parts = told[place]
+                assert len(parts) > 5
+                for tokens, logprobs, versions in parts:
+                    assert tokens == found.output_ids[: len(tokens)]
+                    assert len(logprobs) == len(versions) == len(tokens)
+
+            # Broken off: what was told before is the beginning of what it answers with.
+            told.clear()
+            long = GenerateRequest(
+                input_ids=PROMPTS[0],
+                sampling_params={"max_new_tokens": 1900, "ignore_eos": True},
+                rid="u1.f2",
+            )
+            task = asyncio.create_task(client.generate(long, on_progress=note))
+            while not task.done():
+                await asyncio.wait([task], timeout=0.3)
+                await client.abort("u1.f2")
+            (ended,) = task.result()
+            assert ended.finish_reason == "abort"
+            assert 0 < len(ended.output_ids) < 1900
+            assert told[0][0][0] == ended.output_ids[: len(told[0][0][0])]
+            with pytest.raises(EngineResponseError, match="HTTP 400"):
+                await client.generate(request([7] * 3000), on_progress=note)
 
     asyncio.run(run())
 

@@ -18,12 +18,20 @@ import pytest
 
 from strawflow import processes
 from strawflow.errors import ConfigError, InvalidInputError
-from strawflow.testing.fake_engine import DEATH_EXIT_CODE, FakeEngine, FakeEngineOptions, expected_generation
+from strawflow.testing.fake_engine import (
+    DEATH_EXIT_CODE,
+    FakeEngine,
+    FakeEngineOptions,
+    Faults,
+    expected_generation,
+)
 from strawflow_workers.rollout.sglang_client import (
     EngineResponseError,
     EngineUnavailableError,
     GenerateRequest,
+    Generation,
     SglangClient,
+    StreamedSample,
     parse_generation,
     refuse_original_logprobs,
 )
@@ -170,6 +178,78 @@ def test_an_abort_ends_a_waiting_request_with_what_it_has(engine: FakeEngine) ->
             assert (found.finish_reason, found.output_ids, found.logprobs) == ("abort", [], [])
 
     asyncio.run(run())
+
+
+def test_a_streamed_answer_is_told_in_parts_and_is_the_predicted_one() -> None:
+    told: dict[int, list[int]] = {}
+
+    async def run() -> list[Generation]:
+        with FakeEngine(FakeEngineOptions(weight_version="v0", stream_interval=2)) as engine:
+            async with client_of(engine) as client:
+                return await client.generate(
+                    request(3),
+                    on_progress=lambda place, g: told.setdefault(place, []).append(len(g.output_ids)),
+                )
+
+    found = asyncio.run(run())
+    for sample, generation in enumerate(found):
+        expected = predicted(sample)
+        assert generation.output_ids == expected.output_ids
+        assert generation.logprobs == expected.logprobs
+        assert generation.finish_reason == expected.finish_reason
+        assert generation.weight_versions == ["v0"] * len(expected.output_ids)
+        assert told[sample] == sorted(told[sample])
+        assert told[sample][-1] == len(expected.output_ids)
+
+
+def test_a_stream_that_breaks_off_counts_as_unavailable_and_a_spoiled_one_as_unsound() -> None:
+    async def run(**faults: Any) -> None:
+        options = FakeEngineOptions(mean_tokens=1000, stream_interval=2, faults=Faults(**faults))
+        with FakeEngine(options) as engine:
+            async with client_of(engine) as client:
+                await client.generate(request(2), on_progress=lambda place, g: None)
+
+    with pytest.raises(EngineUnavailableError, match="broke off"):
+        asyncio.run(run(cut_stream_after=3))
+    for fault in ("short_logprobs", "nan_logprobs"):
+        with pytest.raises(EngineResponseError, match="log-probabilit"):
+            asyncio.run(run(**{fault: 1}))
+    with pytest.raises(EngineUnavailableError, match="HTTP 500"):
+        asyncio.run(run(error_rate_every_nth=1))
+
+
+def chunk(output_ids: list[int], total: int, *, ends: bool = False, **meta: Any) -> dict[str, Any]:
+    return {
+        "output_ids": output_ids,
+        "meta_info": {
+            "completion_tokens": total,
+            "finish_reason": {"type": "stop"} if ends else None,
+            "output_token_logprobs": [[-0.5, token, None] for token in output_ids],
+            "weight_version": "v1",
+            **meta,
+        },
+    }
+
+
+@pytest.mark.parametrize("parts", [[[1, 2], [3], [4, 5]], [[1, 2], [1, 2, 3], [1, 2, 3, 4, 5]]])
+def test_chunks_of_all_so_far_and_of_what_is_new_make_the_same_sample(parts: list[list[int]]) -> None:
+    sample = StreamedSample()
+    spans = [{"version": "v0", "start": 0, "end": 4}, {"version": "v1", "start": 4, "end": 5}]
+    for part, total in zip(parts, (2, 3, 5), strict=True):
+        found = sample.add(
+            chunk(part, total, ends=total == 5, **({"weight_versions": spans} if total == 5 else {}))
+        )
+        assert sample.has_ended == (total == 5)
+    assert found.output_ids == [1, 2, 3, 4, 5]
+    assert found.logprobs == [-0.5] * 5
+    assert found.weight_versions == ["v0"] * 4 + ["v1"]  # what was told last, and knows
+
+
+def test_a_chunk_that_leaves_tokens_out_is_unsound() -> None:
+    sample = StreamedSample()
+    sample.add(chunk([1, 2], 2))
+    with pytest.raises(EngineResponseError, match="1 tokens after 2 makes 4"):
+        sample.add(chunk([4], 4))
 
 
 def test_two_hundred_requests_at_once_are_all_answered(engine: FakeEngine) -> None:

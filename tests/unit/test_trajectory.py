@@ -10,7 +10,7 @@ import pytest
 
 from strawflow.config import RunConfig
 from strawflow.errors import CorruptPackError, InvalidInputError
-from strawflow.flow.continuation import saved_members
+from strawflow.flow.chain import saved_members
 from strawflow.flow.submission import Submission
 from strawflow.flow.trajectory import Member, UnitResult, failed_member, to_record_batch, with_every_token
 from strawflow.records import TRAJECTORY

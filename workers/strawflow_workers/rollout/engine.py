@@ -21,6 +21,7 @@ import urllib.request
 from pathlib import Path
 from typing import Protocol
 
+from strawflow.config import RolloutSection
 from strawflow.errors import ConfigError, ConflictError, EngineError
 from strawflow.flow import engines
 from strawflow.flow.session import WorkerSession
@@ -31,6 +32,7 @@ from strawflow_workers.rollout.sglang_client import (
     EngineResponseError,
     GenerateRequest,
     Generation,
+    OnProgress,
     SglangClient,
 )
 from strawflow_workers.rollout.sglang_server import SglangOptions, SglangServer
@@ -121,6 +123,11 @@ class AttachedEngine:
         self._is_given_up.set()
 
 
+def saves_progress(config: RolloutSection) -> bool:
+    """Tell whether responses are saved while they are generated."""
+    return config.partial_rollout and bool(config.save_every_s or config.save_every_tokens)
+
+
 def make_process(session: WorkerSession, *, model_path: Path, version_id: str) -> EngineProcess:
     """Return the (not yet started) engine the configuration asks for, its log in the run's folder."""
     config = session.run.config.rollout
@@ -128,6 +135,7 @@ def make_process(session: WorkerSession, *, model_path: Path, version_id: str) -
     log_path.parent.mkdir(exist_ok=True)
     # Weights are stored without a tokenizer; only an engine that looks for texts or counts tokens up needs one.
     needs_text = bool(config.stop or config.min_response_tokens)
+    streaming = ("--incremental-streaming-output", "--stream-interval", str(config.stream_interval))
     of_tokenizer = ("--tokenizer-path", str(session.run.model_path)) if needs_text else ()
     match config.engine:
         case "sglang":
@@ -137,12 +145,19 @@ def make_process(session: WorkerSession, *, model_path: Path, version_id: str) -
                     log_path=log_path,
                     weight_version=version_id,
                     load_tokenizer=needs_text,
-                    extra_args=(*of_tokenizer, *config.engine_args),
+                    extra_args=(
+                        *of_tokenizer,
+                        *(streaming if saves_progress(config) else ()),
+                        *config.engine_args,
+                    ),
                 )
             )
         case "fake":
             return FakeEngineProcess(
-                model_path, log_path, version_id=version_id, options=config.engine_options
+                model_path,
+                log_path,
+                version_id=version_id,
+                options={"stream-interval": str(config.stream_interval), **config.engine_options},
             )
         case other:
             raise ConfigError(f"rollout.engine {other!r} is not known")
@@ -167,6 +182,12 @@ class ServedEngine:
         """Nothing new is asked of it: what is in flight is being broken off."""
         self.can_continue = False
         """Whether weights may be loaded inside its requests."""
+
+    @property
+    def stream_interval(self) -> int:
+        """Tokens after which it tells how far a response has come; 0: responses are not saved while they are generated."""
+        config = self._session.run.config.rollout
+        return config.stream_interval if saves_progress(config) else 0
 
     @property
     def client(self) -> SglangClient:
@@ -215,22 +236,38 @@ class ServedEngine:
                     "the engine cannot pause, or does not tell which weights sampled which token: groups are parked instead"
                 )
 
-    async def sample(self, request: GenerateRequest) -> list[Generation]:
+    async def sample(
+        self, request: GenerateRequest, *, on_progress: OnProgress | None = None
+    ) -> list[Generation]:
         """Return the engine's answers to a request, all of weights that it served meanwhile.
+
+        With `on_progress` they are streamed, and it is told what came so far as long as it is sure which weights sampled
+        it: until the end an engine may name only those it has now, so nothing is told after a reload inside the request.
 
         Raises:
             EngineResponseError: other weights sampled one, it was aborted by others, or cannot be used.
             EngineUnavailableError: no answer.
         """
         served_from = len(self.served)
-        found = await self.client.generate(request)
-        allowed = set(self.served[max(0, served_from - 1) :])
+
+        def tell(place: int, generation: Generation) -> None:
+            assert on_progress is not None
+            if generation.tells_spans or len(self.served) == served_from:
+                self._require_served(generation, served_from)
+                on_progress(place, generation)
+
+        found = await self.client.generate(request, on_progress=None if on_progress is None else tell)
         for generation in found:
-            if (sampled := set(generation.weight_versions)) - allowed:
-                raise EngineResponseError(f"sampled from {sorted(sampled)}, asked of {self.serving}")
+            self._require_served(generation, served_from)
             if generation.finish_reason == "abort" and not self.is_interrupted:
                 raise EngineResponseError("the request was aborted")
         return found
+
+    def _require_served(self, generation: Generation, served_from: int) -> None:
+        """Refuse what other weights sampled than those served since a request began (`served` was so long then)."""
+        allowed = self.served[max(0, served_from - 1) :]
+        if sampled := set(generation.weight_versions).difference(allowed):
+            raise EngineResponseError(f"sampled from {sorted(sampled)}, asked of {self.serving}")
 
     async def reload(self, version: WeightVersion) -> None:
         """Load another version and check that the engine reports it.

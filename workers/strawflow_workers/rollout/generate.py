@@ -5,20 +5,22 @@
 3. A failed member is tried once more before its failure stands; one that the sample filter dropped is not.
 4. While the engine is being interrupted nothing new is asked of it: members that it broke off, or that were not asked for
    yet, come back partial. A partial member goes on with its tokens in the prompt and what is left of its token limits.
-5. With a generate hook, it makes each member's rollout; the filter, the reward and the second try are the same.
+5. How far the units in flight have come can be asked at any moment, to be saved: responses that may be longer than the
+   engine's stream interval are streamed for that.
+6. With a generate hook, it makes each member's rollout; the filter, the reward and the second try are the same.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from strawflow.config import RunConfig, SamplingProfile
+from strawflow.flow.chain import saved_members
 from strawflow.flow.claim import Grant
-from strawflow.flow.continuation import saved_members
-from strawflow.flow.trajectory import COMPLETE_SEQ, PARTIAL, Member, UnitResult, failed_member
+from strawflow.flow.trajectory import PARTIAL, Member, UnitResult, failed_member
 from strawflow_workers.rollout.engine import ServedEngine
 from strawflow_workers.rollout.hooks.filtered import DROPPED, why_dropped
 from strawflow_workers.rollout.hooks.generated import HookedRollouts, rollout_of, sample_of
@@ -26,7 +28,12 @@ from strawflow_workers.rollout.hooks.interfaces import GenerateHook, Sample, Sam
 from strawflow_workers.rollout.hooks.load import load_generate, load_sample_filter
 from strawflow_workers.rollout.profile_rewards import ProfileRewards
 from strawflow_workers.rollout.rewards.members import MemberRewards
-from strawflow_workers.rollout.sglang_client import EngineResponseError, GenerateRequest, Generation
+from strawflow_workers.rollout.sglang_client import (
+    EngineResponseError,
+    GenerateRequest,
+    Generation,
+    OnProgress,
+)
 from strawflow_workers.rollout.stops import first_stop, is_at_end
 from strawflow_workers.rollout.tokens import PromptTokenizer
 
@@ -51,6 +58,10 @@ class _Response:
             self.finish_reason,
         )
 
+    def copied(self) -> _Response:
+        """Return it with lists of its own: those of a streamed answer grow."""
+        return self.kept(len(self.tokens), self.finish_reason)
+
     def kept(self, num_tokens: int, finish_reason: str) -> _Response:
         return _Response(
             self.tokens[:num_tokens], self.logprobs[:num_tokens], self.versions[:num_tokens], finish_reason
@@ -58,6 +69,19 @@ class _Response:
 
 
 _NOTHING = _Response([], [], [], "abort")
+
+
+@dataclass
+class _Underway:
+    """How far one unit in flight has come."""
+
+    prompt_tokens: list[int]
+    members: dict[int, Member]
+    """Those saved before, and those that have ended since."""
+    streamed: dict[int, tuple[Member | None, Generation]] = field(default_factory=dict)
+    """What is being sampled, by member: what it goes on from, and what came since."""
+    told: dict[int, int] = field(default_factory=dict)
+    """How many tokens of those there were when progress was last asked for."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +118,10 @@ class UnitGenerator:
     ) -> None:
         self._engine, self._rewards, self._tokenizer = engine, rewards, tokenizer
         hooks = hooks or RolloutHooks()
+        self._underway: dict[tuple[int, int], _Underway] = {}
+        self._stream_interval = engine.stream_interval
+        self.most_unsaved = 0
+        """Most tokens that any response has got since `progress` was last asked for."""
         self._sample_filter = hooks.sample_filter
         self._hooked = (
             None
@@ -110,6 +138,8 @@ class UnitGenerator:
         prompt_tokens = self._tokenizer.encode(grant.prompt)
         rewards = MemberRewards(self._rewards.of(grant.profile), grant.prompt, prompt_tokens)
         members = saved_members(grant.continuation)
+        underway = _Underway(prompt_tokens, dict(members))
+        self._underway[grant.unit_id, grant.fence] = underway
         begun = {number: m for number, m in members.items() if m.status == PARTIAL}
         # Partial first, then whatever failed once more.
         for _ in range(2):
@@ -119,15 +149,32 @@ class UnitGenerator:
             if self._engine.is_interrupted or not any(_is_open(m) for m in found):
                 break
         settled = await rewards.settle([members[n] for n in range(grant.profile.num_samples)])
-        return UnitResult(
-            unit_id=grant.unit_id,
-            fence=grant.fence,
-            seq=COMPLETE_SEQ,
-            prompt_tokens=prompt_tokens,
-            members=settled,
-            profile=grant.profile,
-            engine=self._engine.label,
-        )
+        return self._result(grant, prompt_tokens, settled)
+
+    def _result(self, grant: Grant, prompt_tokens: list[int], members: Sequence[Member]) -> UnitResult:
+        return grant.result(members, prompt_tokens=prompt_tokens, engine=self._engine.label)
+
+    def progress(self, grants: Iterable[Grant]) -> list[tuple[Grant, UnitResult]]:
+        """Return how far units have come, each with its members so far; those that nothing came of are left out."""
+        found = []
+        for grant in grants:
+            underway = self._underway.get((grant.unit_id, grant.fence))
+            members = [] if underway is None else self._so_far(underway, grant.profile)
+            if underway is not None and members:
+                found.append((grant, self._result(grant, underway.prompt_tokens, members)))
+        self.most_unsaved = 0
+        return found
+
+    def _so_far(self, underway: _Underway, profile: SamplingProfile) -> list[Member]:
+        members = dict(underway.members)
+        for number, (before, generation) in underway.streamed.items():
+            underway.told[number] = len(generation.output_ids)
+            members[number] = _partial(number, self._joined(generation, before, profile).copied())
+        return [m for _, m in sorted(members.items()) if m.status != PARTIAL or m.response_tokens]
+
+    def forget(self, grant: Grant) -> None:
+        """Drop what is kept of a unit that is no longer in flight."""
+        self._underway.pop((grant.unit_id, grant.fence), None)
 
     async def _members(
         self,
@@ -178,13 +225,32 @@ class UnitGenerator:
         if self._engine.is_interrupted:
             return [_NOTHING.after(before) for _ in numbers]
         try:
-            generations = await self._engine.sample(self._request(grant, prompt_tokens, numbers, before))
+            generations = await self._engine.sample(
+                self._request(grant, prompt_tokens, numbers, before),
+                on_progress=self._teller(grant, numbers, before),
+            )
             return [self._joined(found, before, grant.profile) for found in generations]
         except EngineResponseError as error:
             if len(numbers) == 1:
                 return [error]
         alone = [self._sample(grant, prompt_tokens, [number], begun) for number in numbers]
         return [found[0] for found in await asyncio.gather(*alone)]
+
+    def _teller(self, grant: Grant, numbers: list[int], before: Member | None) -> OnProgress | None:
+        """Return what notes how far these members have come; None where an answer is too short to be told in parts."""
+        done = len(before.response_tokens) if before is not None else 0
+        underway = self._underway.get((grant.unit_id, grant.fence))
+        is_short = grant.profile.max_response_tokens - done <= self._stream_interval
+        if underway is None or not self._stream_interval or is_short:
+            return None
+        underway.told |= dict.fromkeys(numbers, 0)
+
+        def tell(place: int, generation: Generation) -> None:
+            number = numbers[place]
+            underway.streamed[number] = (before, generation)
+            self.most_unsaved = max(self.most_unsaved, len(generation.output_ids) - underway.told[number])
+
+        return tell
 
     def _ended(self, before: Member | None, profile: SamplingProfile) -> _Response | None:
         """Return a saved response that has ended already: nothing is left to ask for."""
@@ -242,8 +308,18 @@ class UnitGenerator:
         self, grant: Grant, prompt_tokens: list[int], member: Member, rewards: MemberRewards
     ) -> Member:
         """Return a sampled member with its reward, unless its hook gave one; failed where the filter drops it."""
-        if member.status in (PARTIAL, "failed"):
-            return member
+        if member.status not in (PARTIAL, "failed"):
+            member = await self._judged(grant, prompt_tokens, member, rewards)
+        underway = self._underway.get((grant.unit_id, grant.fence))
+        if underway is not None:
+            underway.streamed.pop(member.member, None)
+            underway.members[member.member] = member
+            self.most_unsaved = max(self.most_unsaved, len(member.response_tokens))
+        return member
+
+    async def _judged(
+        self, grant: Grant, prompt_tokens: list[int], member: Member, rewards: MemberRewards
+    ) -> Member:
         if self._sample_filter is not None:
             sample = self._asked(grant, prompt_tokens, member.member)
             failure = why_dropped(self._sample_filter, sample, rollout_of(member))

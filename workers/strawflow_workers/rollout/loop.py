@@ -6,7 +6,9 @@
    always finished first.
 3. Finished units of one moment are completed together, those broken off are parked together: one append, one sync, one
    transaction each.
-4. An engine that died or goes on refusing ends the worker; what it held is rescued with its attempts refunded. A unit
+4. How far units in flight have come is saved every rollout.save_every_s seconds or save_every_tokens tokens: a worker that is
+   killed loses no more than that.
+5. An engine that died or goes on refusing ends the worker; what it held is rescued with its attempts refunded. A unit
    that fails while the engine lives has used an attempt.
 """
 
@@ -16,7 +18,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from strawflow.errors import CommitUnknownError, ConfigError, EngineError, WorkerFailedError
@@ -39,7 +41,7 @@ from strawflow.index.leases import Wanted
 from strawflow.index.weights import WeightVersion
 from strawflow_workers.drain import Drain
 from strawflow_workers.rollout.demonstrations import demonstration
-from strawflow_workers.rollout.engine import ServedEngine
+from strawflow_workers.rollout.engine import ServedEngine, saves_progress
 from strawflow_workers.rollout.generate import RolloutHooks, UnitGenerator
 from strawflow_workers.rollout.profile_rewards import ProfileRewards
 from strawflow_workers.rollout.sglang_client import EngineUnavailableError
@@ -91,6 +93,7 @@ class RolloutLoop:
         self._failures_in_a_row = 0
         self._claims_from = 0.0
         self._seen: _Seen | None = None
+        self._saved_at = time.monotonic()
 
     async def run(self) -> None:
         """Work until done.
@@ -139,6 +142,7 @@ class RolloutLoop:
         if not self._engine.alive():
             raise EngineError("the engine's process ended; this worker starts again with a new one")
         await self._gather_done()
+        await self._save_if_due()
         if self._seen is None or time.monotonic() - self._seen.at >= LOOK_S:
             self._seen = await self._blocking(self._look)
         seen = self._seen
@@ -191,6 +195,30 @@ class RolloutLoop:
             for task in done:
                 grant = self._in_flight.pop(task)
                 await self._settle(task, grant)
+                self._generator.forget(grant)
+
+    async def _save_if_due(self) -> None:
+        config = self._config.rollout
+        if not saves_progress(config):
+            return
+        most = self._generator.most_unsaved
+        is_due = 0 < config.save_every_s <= time.monotonic() - self._saved_at
+        if is_due or 0 < config.save_every_tokens <= most:
+            self._saved_at = time.monotonic()
+            if most:
+                await self._save(list(self._in_flight.values()))
+
+    async def _save(self, grants: Sequence[Grant]) -> None:
+        """Save how far units have come; those that others hold by now are ended."""
+        so_far = self._generator.progress(grants)
+        if not so_far:
+            return
+        receipt, _ = await self._hand_in(
+            "save", lambda i: complete.save(self._session, so_far, submission_id=i)
+        )
+        for task, grant in self._in_flight.items():
+            if grant.unit_id in receipt.lost:
+                task.cancel()
 
     async def _store(self, wanted: Wanted | None = None) -> bool:
         """Complete what is finished and park what was broken off; completing leases what is `wanted` next, too."""
@@ -200,7 +228,7 @@ class RolloutLoop:
             await self._hand_in("park", lambda i: complete.park(self._session, progress, submission_id=i))
         if self._finished:
             results, self._finished = self._finished, []
-            grants = await self._hand_in(
+            _, grants = await self._hand_in(
                 "complete",
                 lambda i: complete.complete(self._session, results, submission_id=i, wanted=wanted),
             )
@@ -208,6 +236,8 @@ class RolloutLoop:
         return moved
 
     async def _settle(self, task: asyncio.Task[UnitResult], grant: Grant) -> None:
+        if task.cancelled():  # others hold the unit
+            return
         error = task.exception()
         if error is None:
             self._failures_in_a_row = 0
@@ -220,6 +250,8 @@ class RolloutLoop:
             raise error
         assert isinstance(error, Exception)
         if isinstance(error, EngineUnavailableError):
+            if saves_progress(self._config.rollout):
+                await self._save([grant])
             await self._back_off(error)
         # Whatever else went wrong is this unit's own (a prompt the template refuses, say): its attempt failed.
         log.warning("unit %d: %s: %s", grant.unit_id, type(error).__name__, error)
@@ -227,6 +259,7 @@ class RolloutLoop:
 
     async def _sort(self, result: UnitResult, grant: Grant) -> None:
         """Put a result to those that are whole or broken off; give its group back when there is nothing to keep."""
+        result = replace(result, seq=grant.chain.next_seq)  # it may have been saved since it was made
         if all(m.status != PARTIAL for m in result.members):
             self._finished.append(result)
         elif self._config.rollout.partial_rollout and any(
@@ -249,8 +282,10 @@ class RolloutLoop:
             raise EngineError(f"the engine refused {self._failures_in_a_row} requests in a row: {error}")
         self._claims_from = time.monotonic() + min(0.1 * 2**self._failures_in_a_row, 5.0)
 
-    async def _hand_in(self, what: str, hand_in: Callable[[str], complete.Receipt]) -> list[Grant]:
-        """Hand in under a submission id, once more under the same when the answer is lost; returns what was leased with it."""
+    async def _hand_in(
+        self, what: str, hand_in: Callable[[str], complete.Receipt]
+    ) -> tuple[complete.Receipt, list[Grant]]:
+        """Hand in under a submission id, once more under the same when the answer is lost; returns what was leased, too."""
         submission_id = new_id(what)
 
         def submit() -> tuple[complete.Receipt, list[Grant]]:
@@ -264,7 +299,7 @@ class RolloutLoop:
             receipt, grants = await self._blocking(submit)
         if receipt.lost:
             log.warning("leases of units %s had been taken over; their results are not taken", receipt.lost)
-        return grants
+        return receipt, grants
 
     async def _store_and_fill(self, standing: Standing) -> bool:
         """Store what there is, lease up to the room left, and begin."""

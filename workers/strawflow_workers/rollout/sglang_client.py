@@ -10,12 +10,13 @@ It does not retry, choose engines or know what a unit is; the caller decides wha
 from __future__ import annotations
 
 import asyncio
+import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import aiohttp
 import numpy as np
@@ -120,10 +121,14 @@ class SglangClient:
             await self._session.close()
             self._session = None
 
-    async def generate(self, request: GenerateRequest) -> list[Generation]:
+    async def generate(
+        self, request: GenerateRequest, *, on_progress: OnProgress | None = None
+    ) -> list[Generation]:
         """Sample one prompt; returns `request.num_samples` generations.
 
         All samples of a prompt go in one request: SGLang computes the prompt once and draws them independently.
+        With `on_progress` the answer is streamed: it is called with a sample's number and all that came of it so far, its
+        finish reason "abort" until it has ended.
 
         Raises:
             InvalidInputError: several samples with one seed, which would be the same sample.
@@ -138,9 +143,11 @@ class SglangClient:
             "input_ids": list(request.input_ids),
             "sampling_params": dict(request.sampling_params),
             "return_logprob": True,
-            "stream": False,
+            "stream": on_progress is not None,
             **({"rid": request.rid} if request.rid is not None else {}),
         }
+        if on_progress is not None:
+            return await self._generate_streaming(body, request.num_samples, on_progress)
         answer = await self._call("POST", "/generate", body)
         samples = answer if isinstance(answer, list) else [answer]
         if len(samples) != request.num_samples:
@@ -148,6 +155,36 @@ class SglangClient:
                 f"{len(samples)} samples instead of {request.num_samples}", engine=self.url
             )
         return [parse_generation(sample, engine=self.url) for sample in samples]
+
+    async def _generate_streaming(
+        self, body: Mapping[str, Any], num_samples: int, on_progress: OnProgress
+    ) -> list[Generation]:
+        samples = [StreamedSample(engine=self.url) for _ in range(num_samples)]
+        try:
+            async with self._open().post(f"{self.url}/generate", json=body) as answer:
+                if answer.status >= 400:
+                    self._refuse("/generate", answer.status, await answer.text())
+                async for chunk in _chunks(answer.content):
+                    if "error" in chunk:
+                        problem = chunk["error"]
+                        status = int(problem.get("code") or 500) if isinstance(problem, dict) else 500
+                        self._refuse("/generate", status, str(problem))
+                    place = int(chunk.get("index") or 0)
+                    if not place < num_samples:
+                        raise EngineResponseError(
+                            f"a chunk of sample {place}, asked for {num_samples}", engine=self.url
+                        )
+                    on_progress(place, samples[place].add(chunk))
+        except (aiohttp.ClientError, TimeoutError) as error:
+            reason = str(error) or type(error).__name__
+            raise EngineUnavailableError(f"/generate broke off: {reason}", engine=self.url) from error
+        except (ValueError, TypeError, AttributeError) as error:
+            raise EngineResponseError(
+                f"/generate streamed what is no chunk: {error}", engine=self.url
+            ) from error
+        if not all(sample.has_ended for sample in samples):
+            raise EngineUnavailableError("/generate broke off before its end", engine=self.url)
+        return [sample.so_far() for sample in samples]
 
     async def update_weights_from_disk(self, path: str | Path, version: str) -> None:
         """Load a Hugging Face checkpoint into the engine under a new label; the KV cache is flushed.
@@ -246,11 +283,99 @@ class SglangClient:
             raise EngineResponseError(
                 f"{route} answered what is not JSON: {error}", engine=self.url
             ) from error
+        if status >= 400:
+            self._refuse(route, status, text)
+        return content
+
+    def _refuse(self, route: str, status: int, text: str) -> NoReturn:
         if status >= 500:
             raise EngineUnavailableError(f"{route} failed with HTTP {status}: {text:.500}", engine=self.url)
-        if status >= 400:
-            raise EngineResponseError(f"{route} was refused with HTTP {status}: {text:.500}", engine=self.url)
-        return content
+        raise EngineResponseError(f"{route} was refused with HTTP {status}: {text:.500}", engine=self.url)
+
+
+OnProgress = Callable[[int, Generation], None]
+"""Called with a sample's number and what came of it so far."""
+
+
+async def _chunks(content: aiohttp.StreamReader) -> AsyncIterator[dict[str, Any]]:
+    """Yield the JSON objects of a stream of server-sent events, each however long.
+
+    Raises:
+        ValueError: one is no JSON object.
+    """
+    rest = bytearray()
+    async for piece in content.iter_any():
+        rest += piece
+        while (end := rest.find(b"\n\n")) >= 0:
+            event = bytes(rest[:end])
+            del rest[: end + 2]
+            data = event.removeprefix(b"data:").strip()
+            if data and data != b"[DONE]":
+                chunk = json.loads(data)
+                if not isinstance(chunk, dict):
+                    raise ValueError(f"{chunk!r:.200} is no object")
+                yield chunk
+
+
+class StreamedSample:
+    """One sample of a streamed answer, put together from its chunks.
+
+    A chunk tells all tokens so far or those since the last chunk, as the server was started; the count of tokens in it says
+    which. Until the end SGLang names only its present weights, and in the last chunk which sampled which token: that counts.
+    """
+
+    def __init__(self, *, engine: str = "") -> None:
+        self._engine = engine
+        self._output_ids: list[int] = []
+        self._logprobs: list[float] = []
+        self._versions: list[str] = []
+        self._meta: Mapping[str, Any] = {}
+        self.has_ended = False
+
+    def add(self, chunk: Mapping[str, Any]) -> Generation:
+        """Take a chunk; returns the sample as far as it has come.
+
+        Raises:
+            EngineResponseError: tokens are missing between it and the last one, or it is unsound in itself.
+        """
+        had = len(self._output_ids)
+        try:
+            meta = chunk["meta_info"]
+            told = [int(token) for token in chunk["output_ids"]]
+            total = int(meta["completion_tokens"])
+            finish_reason = meta["finish_reason"]
+        except (KeyError, TypeError, ValueError) as error:
+            raise EngineResponseError(f"a chunk lacks a field: {error!r}", engine=self._engine) from error
+        entries = meta.get("output_token_logprobs")
+        if len(told) == total and told[:had] == self._output_ids:  # all so far
+            told = told[had:]
+            entries = entries and entries[had:]
+        elif had + len(told) != total:
+            raise EngineResponseError(
+                f"a chunk of {len(told)} tokens after {had} makes {total}", engine=self._engine
+            )
+        self._logprobs += _logprobs({**meta, "output_token_logprobs": entries}, told, self._engine)
+        self._output_ids += told
+        if meta.get("weight_versions"):
+            self._versions = _weight_versions(meta, total, self._engine)
+        else:
+            self._versions += _weight_versions(meta, len(told), self._engine)
+        self._meta = meta
+        self.has_ended = finish_reason is not None
+        return self.so_far()
+
+    def so_far(self) -> Generation:
+        """Return the sample as far as it has come; its lists grow with the next chunk."""
+        meta = self._meta
+        return Generation(
+            output_ids=self._output_ids,
+            logprobs=self._logprobs,
+            weight_versions=self._versions,
+            finish_reason=str(meta["finish_reason"]["type"]) if self.has_ended else "abort",
+            prompt_tokens=int(meta.get("prompt_tokens", 0)),
+            cached_tokens=int(meta.get("cached_tokens", 0)),
+            tells_spans=bool(meta.get("weight_versions")),
+        )
 
 
 def parse_generation(sample: Any, *, engine: str = "") -> Generation:
