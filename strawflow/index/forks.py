@@ -17,8 +17,15 @@ from strawflow.errors import NotFoundError
 from strawflow.index import branches, checkpoints
 from strawflow.index import tables as t
 from strawflow.index.branches import Branch
-from strawflow.index.carry import BEFORE_BRANCH, Carried, Place, place_of, places_taken
-from strawflow.index.units import COLUMN_NAMES, COLUMNS, to_unit
+from strawflow.index.carry import (
+    BEFORE_BRANCH,
+    CARRIED_COLUMNS,
+    Carried,
+    Place,
+    place_of,
+    places_taken,
+    to_carried,
+)
 from strawflow.states import BatchState, UnitState
 
 _CHUNK = 500
@@ -86,7 +93,7 @@ def _settled(
     connection: Connection, fork: Fork, purposes: Collection[str], *where: sa.ColumnElement[bool]
 ) -> list[Carried]:
     rows = connection.execute(
-        sa.select(*COLUMNS, _U.precedence, t.segments.c.dataset_id)
+        sa.select(*CARRIED_COLUMNS)
         .join(t.segments, t.segments.c.segment_id == _U.segment_id)
         .where(
             _U.branch_id == fork.parent_id,
@@ -97,9 +104,7 @@ def _settled(
             *where,
         )
     )
-    return [
-        Carried(to_unit(row[: len(COLUMN_NAMES)]), row.dataset_id, row.precedence, keeps=True) for row in rows
-    ]
+    return [to_carried(row, keeps=True) for row in rows]
 
 
 def settled_before(

@@ -24,7 +24,7 @@ from strawflow.flow.quarantine import QuarantineReport, quarantine_damage
 from strawflow.flow.reconcile import reconcile
 from strawflow.flow.run import open_run
 from strawflow.index import batches, consumers, events, packs, quarantine, sessions, tables, units
-from strawflow.packs.posix import file_of
+from strawflow.packs.posix import PosixPlace, file_of
 from strawflow.states import BatchState, UnitState
 from strawflow.store import Store
 from strawflow.testing.damage import flip
@@ -629,6 +629,21 @@ def test_the_check_counts_what_nothing_names_and_finds_footers_that_no_reader_re
     (finding,) = check(small.run).findings
     assert (finding.check, finding.subject) == ("pack", str(path.relative_to(small.run.root)))
     assert "Arrow readers cannot open it" in finding.message
+
+
+@on_sqlite
+def test_the_check_lists_the_packs_once(small: SmallRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    small.sample(2)
+    listed: list[str] = []
+    sizes = PosixPlace.sizes
+
+    def told(place: PosixPlace, folder: str) -> dict[str, int]:
+        listed.append(folder)
+        return sizes(place, folder)
+
+    monkeypatch.setattr(PosixPlace, "sizes", told)
+    assert check(small.run).is_sound
+    assert listed == ["packs"]
 
 
 def test_the_command_rehearses_repairs_and_says_when_the_run_cannot_go_on(
