@@ -185,6 +185,17 @@ class Supervisor:
                 return progress.rollout_is_done(self.run)
 
     def _start(self, child: Child) -> None:
+        """Start a child's process.
+
+        Raises:
+            StorageError: its log cannot be made, or there is no room for another process.
+        """
+        try:
+            self._open_log_and_start(child)
+        except OSError as error:
+            raise StorageError(f"the {child.kind} worker cannot be started: {error}") from error
+
+    def _open_log_and_start(self, child: Child) -> None:
         child.attempt = self._next_attempt(child.kind)
         child.log_path = self.run.log_path(child.kind, child.attempt)
         child.log_path.parent.mkdir(exist_ok=True)
@@ -273,6 +284,7 @@ def only_supervisor(run: Run) -> Iterator[None]:
 
     Raises:
         AlreadyExistsError: another supervisor runs this run; nothing was touched.
+        StorageError: the lock file cannot be opened.
     """
     lock = FileLock(run.root / "supervisor.lock", timeout=0)
     try:
@@ -281,6 +293,8 @@ def only_supervisor(run: Run) -> Iterator[None]:
         raise AlreadyExistsError(
             f"{run.root} is being run by another process; watch it with `strawflow status {run.root} --watch`"
         ) from None
+    except OSError as error:  # a read-only mount, permissions
+        raise StorageError(f"{run.root} cannot be run here: {error}") from error
     try:
         yield
     finally:
