@@ -25,7 +25,7 @@ _OFFER_CARRIED = Prepared(
     "WHERE assignments.unit_id = units.unit_id AND assignments.branch_id = units.branch_id "
     "AND assignments.consumer = consumers.consumer AND assignments.epoch = units.epoch)"
 )
-_ADMITTED = ("purpose", "profile", "segment_id", "epoch", "position")
+_ADMITTED = ("purpose", "profile", "segment_id", "epoch", "position", "required_version_id")
 _RESULT = ("extent_id", "row_start", "row_count", "version_step", "mean_reward", "num_tokens")
 
 
@@ -77,7 +77,7 @@ def to_carry(
     """Return the units up to `last_unit_id` that had no fate when `step` was planned, for another branch to take up.
 
     Those completed from weights of at most `reuse_up_to` keep their result, and those that this branch itself took up for
-    some of its consumers alone, be it later: others have read it. Units of evaluation are left out.
+    some of its consumers alone, be it later: others have read it. Units of evaluation are left out (index.forks tells them).
     """
     u, a = t.units.c, t.assignments.c
     settled = sa.exists().where(

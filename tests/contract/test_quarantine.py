@@ -33,23 +33,13 @@ from strawflow.testing.pack_rows import made_up_rows
 from strawflow.testing.runs import SmallRun, made_up_result, small_run
 from tests.contract.backed_up import reopened
 from tests.contract.lost_index import die, lose_index, on_sqlite
-from tests.contract.stored import end_sessions, with_storage
+from tests.contract.stored import damage, end_sessions, with_storage
 
 
 @pytest.fixture
 def small(tmp_path: Path, settings: dict[str, str]) -> Iterator[SmallRun]:
     with small_run(tmp_path, num_prompts=24, settings=settings) as made:
         yield made
-
-
-def damage(small: SmallRun, extent_id: int) -> bytes:
-    """Flip a bit of a stored extent; returns the whole file as it was."""
-    with small.run.index.read() as connection:
-        extent = packs.find_extents(connection, [extent_id])[extent_id]
-    path = small.run.root / extent.path
-    whole = path.read_bytes()
-    flip(path, extent.offset + extent.length - 3)
-    return whole
 
 
 def completed(small: SmallRun) -> list[units.Unit]:

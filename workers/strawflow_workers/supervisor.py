@@ -107,7 +107,10 @@ class Supervisor:
                 return self._tend()
             finally:
                 self._stop_children()
-                self._recover()
+                try:
+                    self._recover()
+                except StorageError as error:  # why the run ends must be what is told; the next start does it
+                    log.warning("what the workers held is taken back by the next start: %s", error)
 
     def _recover(self) -> None:
         """Take back what processes that are gone held. The session is short: one across the run could expire unused."""
@@ -131,7 +134,7 @@ class Supervisor:
                 faults_in_a_row += 1
                 if faults_in_a_row > MAX_INDEX_FAULTS:
                     raise
-                log.warning("the index did not answer, trying again: %s", error)
+                log.warning("trying again: %s", error)
                 self.drain.wait(BACKOFF_S[min(faults_in_a_row, len(BACKOFF_S) - 1)])
             self.drain.wait(TICK_S)
         return False
