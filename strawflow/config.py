@@ -46,6 +46,15 @@ class RunSection(Section):
     index_url: str = ""
     """SQLAlchemy address of the index; empty: SQLite inside the run's folder."""
 
+    @field_validator("durability", mode="before")
+    @classmethod
+    def _no_store_yet(cls, value: object) -> object:
+        if value == "store":
+            raise ValueError(
+                "'store' is the level of an object store, and a run's packs lie in a folder: choose 'host', or 'process'"
+            )
+        return value
+
 
 class ModelSection(Section):
     path: str = ""

@@ -24,7 +24,7 @@ from strawflow.consumer import Consumer
 from strawflow.errors import InvalidInputError, LeaseLostError
 from strawflow.flow import admit, rescue
 from strawflow.flow.enqueue import EnqueueRequest, enqueue, purpose_of
-from strawflow.flow.run import Run, create_run, open_run
+from strawflow.flow.run import Run, create_run, folder_of, open_run
 from strawflow.flow.session import WorkerSession
 from strawflow.prompts.row import PromptKeys
 from strawflow.prompts.source import PromptSource
@@ -49,13 +49,13 @@ def create(
     is there.
 
     Raises:
-        AlreadyExistsError: the folder holds a run. ConfigError: a setting is wrong. InvalidInputError: a prompt is.
+        AlreadyExistsError: the folder holds a run. ConfigError: a setting is wrong, or the folder an address. InvalidInputError: a prompt is.
     """
     flags = {
         name: value if isinstance(value, str) else json.dumps(value)
         for name, value in (settings or {}).items()
     }
-    store = Store(create_run(Path(folder), configuration.load_config(flags=flags), fresh=fresh))
+    store = Store(create_run(folder_of(folder), configuration.load_config(flags=flags), fresh=fresh))
     if prompts is not None:
         store.enqueue(prompts)
     return store
@@ -67,7 +67,7 @@ def open(folder: str | Path) -> Store:
     Raises:
         NotFoundError: the folder is no run. IncompatibleFormatError: its index is of another revision.
     """
-    return Store(open_run(Path(folder)))
+    return Store(open_run(folder_of(folder)))
 
 
 class Store:

@@ -24,8 +24,14 @@ ConsumerOption = Annotated[str, typer.Option("--consumer", metavar="NAME", help=
 
 
 def run_folder(run: str) -> Path:
-    """Return the folder a RUN argument means: a path as it is, a bare name that is no path under ./runs/."""
-    path = Path(run)
+    """Return the folder a RUN argument means: a path as it is, a bare name that is no path under ./runs/.
+
+    Raises:
+        ConfigError: it is the address of an object store.
+    """
+    from strawflow.flow.run import folder_of
+
+    path = folder_of(run)
     if "/" in run or path.exists():
         return path
     return RUNS_FOLDER / path

@@ -44,7 +44,7 @@ Limits = Callable[[Connection], list[tuple[str, str, int]]]
 
 @dataclass(frozen=True)
 class Schedule:
-    """When and in which order the groups of one admission are granted; a branch takes over the priority alone."""
+    """When and in which order the groups of one admission are granted, also on a branch that takes them up."""
 
     priority: int | None = None
     """Higher is granted first; None: that of the segment."""

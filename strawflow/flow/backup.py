@@ -126,8 +126,9 @@ def backup(run: Run, *, to: Path | None = None, keep: int | None = None) -> Back
             partial.rename(folder)
         for changed in (folder.parent, folder.parent.parent):
             sync_path(changed)
-    with run.index.begin() as connection:  # crash here: a good backup without its event
-        events.record(connection, "index.backed_up", incarnation=manifest.incarnation, folder=str(folder))
+    if not run.index.is_read_only:
+        with run.index.begin() as connection:  # crash here: a good backup without its event
+            events.record(connection, "index.backed_up", incarnation=manifest.incarnation, folder=str(folder))
     if keep is None:
         return Backup(folder, manifest)
     return Backup(folder, manifest, _remove_oldest(run.root, keep=keep, newest=folder))

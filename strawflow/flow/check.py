@@ -25,12 +25,12 @@ from strawflow.flow import later_packs
 from strawflow.flow.index_place import SWEEP_BLOCKED
 from strawflow.flow.run import Run
 from strawflow.ids import Extent
-from strawflow.index import audit, checkpoints, liveness, meta, packs, quarantine, weights
+from strawflow.index import audit, checkpoints, meta, packs, quarantine, weights
 from strawflow.index.packs import Pack
 from strawflow.packs.places import open_place
 from strawflow.packs.posix import file_of
 from strawflow.packs.reader import PackReader
-from strawflow.packs.scan import list_packs, open_scan
+from strawflow.packs.scan import open_scan
 from strawflow.plural import counted
 from strawflow.states import PackState
 from strawflow.weights.verify import verify_checkpoint, verify_weights
@@ -104,11 +104,7 @@ def check(run: Run, *, on_pack: Callable[[Pack], None] | None = None) -> CheckRe
         report.findings += _damage(run, pack, damaged, contained, report)
         if not any(looked.is_missing for looked in damaged):
             report.findings += _check_file(run, pack, extents, report)
-    _count_unnamed_files(run, report)
-    with run.index.read() as connection:
-        is_told = meta.find(connection, SWEEP_BLOCKED) is not None
-    if not is_told and (later := later_packs.later_packs(run)):
-        report.findings.append(Finding("packs", later[0], later_packs.why(later)))
+    _check_unnamed_files(run, report)
     return report
 
 
@@ -241,10 +237,10 @@ def _check_file(run: Run, pack: Pack, extents: list[Extent], report: CheckReport
         )
 
 
-def _count_unnamed_files(run: Run, report: CheckReport) -> None:
-    # The files are listed first: a row precedes its file.
-    sizes = list_packs(open_place(run.root))
+def _check_unnamed_files(run: Run, report: CheckReport) -> None:
+    sizes = later_packs.unnamed(run)
+    report.num_unnamed_files, report.unnamed_file_bytes = len(sizes), sum(sizes.values())
     with run.index.read() as connection:
-        known = liveness.known_paths(connection, sizes)
-    report.num_unnamed_files = len(sizes.keys() - known)
-    report.unnamed_file_bytes = sum(size for path, size in sizes.items() if path not in known)
+        is_told = meta.find(connection, SWEEP_BLOCKED) is not None
+    if not is_told and (later := later_packs.later_among(run, sizes)):
+        report.findings.append(Finding("packs", later[0], later_packs.why(later)))

@@ -17,6 +17,7 @@ A: bytes without a row are an orphan. B: the retry carries the same submission i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import compress, count
 from operator import not_
@@ -24,7 +25,13 @@ from typing import TYPE_CHECKING
 
 from strawflow import faults
 from strawflow.config import RunConfig
-from strawflow.errors import CommitUnknownError, ConflictError, InvalidInputError, LeaseLostError
+from strawflow.errors import (
+    CommitUnknownError,
+    ConflictError,
+    InvalidInputError,
+    LeaseLostError,
+    StorageError,
+)
 from strawflow.flow import quota
 from strawflow.flow.submission import Answer, Submission
 from strawflow.flow.trajectory import UnitResult, to_record_batch
@@ -107,7 +114,10 @@ class Exchange:
     def _settle_window(self, window: Sequence[Part]) -> None:
         try:
             self._settle(window)
-        except (CommitUnknownError, ConflictError, LeaseLostError):
+        except LeaseLostError:
+            self._tell_refused(window)
+            raise
+        except (CommitUnknownError, ConflictError):
             raise
         except Exception:
             # One member may be what the database refuses: each alone tells whose error it is.
@@ -119,6 +129,13 @@ class Exchange:
                         self._settle([part])
                     except Exception as error:  # the error is this submission's answer
                         part.error = error
+
+    def _tell_refused(self, window: Sequence[Part]) -> None:
+        """Leave an event that names the units a lost session handed in too late; without one it is refused all the same."""
+        if units_named := [unit_id for part in window for unit_id in part.submission.unit_ids]:
+            refused = Event("units.refused", self._session.session_id, facts={"units": units_named})
+            with suppress(StorageError, CommitUnknownError), self._session.run.index.direct() as transaction:
+                events.record_many(transaction, [refused])
 
     def _settle(self, window: Sequence[Part]) -> None:
         stored = self._store(window)

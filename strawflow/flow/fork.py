@@ -1,7 +1,8 @@
 """Where each consumer goes on when a line forks, and which units the new branch takes up.
 
 1. The branch is made from one consumer's checkpoint. What that consumer had given a fate by then is settled: those units stay
-   the parent's. All others admitted by then are taken up, pristine unless their result belongs to the line.
+   the parent's. All others admitted by then are taken up, pristine unless their result belongs to the line. So are units
+   of evaluations of the line that are not whole.
 2. Every other consumer goes on after the last of its steps up to which its batches hold nothing but what the line holds. If it
    writes checkpoints, that step is one of a checkpoint whose files are kept: none is ever shown ahead of its position.
 3. Settled units that such a consumer had not read by then are taken up with their result and offered to it alone; of those
@@ -89,6 +90,7 @@ def plan_fork(
     for c in others:
         if c.consumer not in found:
             found[c.consumer] = _start_of(connection, fork, c, unsettled, retired)
+    unsettled += forks.open_evaluation(connection, fork)
     found[start.consumer] = start.step, start.checkpoint_id
     starts = tuple(
         Start(c.consumer, found[c.consumer][0], c.purposes, found[c.consumer][1]) for c in all_of_them

@@ -158,6 +158,8 @@ def taken_up(carried: Sequence[Carried], found: Mapping[int, Extent], *, first_i
         "first_unit_id": first_id,
         "carried": [c.unit.unit_id for c in carried],
         "extents": [journal.extent_ref(extent) for extent in found.values()],
+        # [its place in `carried`, its scheduling key]; that of its parent may be gone when this is read.
+        "keys": [[number, c.scheduling_key] for number, c in enumerate(carried) if c.scheduling_key],
         # What a unit keeps: its place in `carried`, its extent's in `extents`, and the columns of its result.
         "kept": [
             [
@@ -181,11 +183,17 @@ def with_results(
     """Return the units that an entry tells, by their new ids, with what they keep; `parents` may lack some."""
     extents = [find(ExtentRef.of("trajectory", ref)) for ref in body["extents"]]
     kept = {number: told for number, *told in body["kept"]}
+    keys: dict[int, int] = dict(body.get("keys", ()))
     found: dict[int, Carried] = {}
     for number, unit_id in enumerate(body["carried"]):
         if unit_id not in parents:
             continue
-        carried = parents[unit_id]
+        is_old = "keys" not in body  # earlier programs took over the priority alone
+        carried = replace(
+            parents[unit_id],
+            scheduling_key=keys.get(number, 0),
+            not_before=None if is_old else parents[unit_id].not_before,
+        )
         if number in kept:
             at, row_start, row_count, version_step, mean_reward, num_tokens = kept[number]
             unit = replace(

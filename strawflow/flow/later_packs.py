@@ -9,6 +9,8 @@ What `storage reconcile` was told to accept is remembered by the newest file's t
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from strawflow.errors import CorruptPackError, IncompatibleFormatError
 from strawflow.flow.run import Run
 from strawflow.index import liveness, meta
@@ -22,13 +24,24 @@ _ACCEPTED = "later_packs_accepted_ns"
 
 def later_packs(run: Run) -> list[str]:
     """Return the paths of packs that only a later index can have named."""
-    place = open_place(run.root)
-    sizes = list_packs(place)  # before the rows: a row precedes its file
+    return later_among(run, unnamed(run))
+
+
+def unnamed(run: Run) -> dict[str, int]:
+    """Return the sizes of the pack files that no row names, by path."""
+    sizes = list_packs(open_place(run.root))  # before the rows: a row precedes its file
     with run.index.read() as connection:
         known = liveness.known_paths(connection, sizes)
+    return {path: size for path, size in sizes.items() if path not in known}
+
+
+def later_among(run: Run, paths: Iterable[str]) -> list[str]:
+    """Return those of the files that no row names which only a later index can have named."""
+    place = open_place(run.root)
+    with run.index.read() as connection:
         accepted = int(meta.find(connection, _ACCEPTED) or 0)
     found = []
-    for path in sorted(sizes.keys() - known):
+    for path in sorted(paths):
         try:
             if (run.root / path).stat().st_mtime_ns > accepted and any(open_scan(place, path).messages()):
                 found.append(path)

@@ -23,7 +23,7 @@ from strawflow.errors import AlreadyExistsError, ConfigError, ConflictError, Not
 from strawflow.ids import new_id
 from strawflow.index import branches, consumers, dump, meta, migrate
 from strawflow.index.engine import REVISION, Index
-from strawflow.packs.probe import durability_of
+from strawflow.packs.probe import durability_of, is_url
 from strawflow.packs.sync import sync_path
 
 MAIN_BRANCH = "main"
@@ -61,6 +61,20 @@ class Run:
 
     def close(self) -> None:
         self.index.close()
+
+
+def folder_of(given: str | Path) -> Path:
+    """Return the folder that a path means.
+
+    Raises:
+        ConfigError: it is the address of an object store.
+    """
+    if isinstance(given, str) and is_url(given):
+        raise ConfigError(
+            f"{given} is an address, and a run lies in a folder: packs in an object store are read and written by the pack "
+            "layer alone; name a folder, which may be a mount of the store"
+        )
+    return Path(given)
 
 
 def create_run(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
@@ -24,7 +25,7 @@ _OFFER_CARRIED = Prepared(
     "WHERE assignments.unit_id = units.unit_id AND assignments.branch_id = units.branch_id "
     "AND assignments.consumer = consumers.consumer AND assignments.epoch = units.epoch)"
 )
-_ADMITTED = ("purpose", "profile", "segment_id", "epoch", "position")
+_ADMITTED = ("purpose", "profile", "segment_id", "epoch", "position", "required_version_id")
 _RESULT = ("extent_id", "row_start", "row_count", "version_step", "mean_reward", "num_tokens")
 
 
@@ -36,6 +37,28 @@ class Carried:
     dataset_id: str
     precedence: int
     keeps: bool
+    scheduling_key: int = 0
+    """0 for one that was parked: the step of its weights has taken the key's place."""
+    not_before: float | None = None
+    """Index time, seconds."""
+
+
+_U = t.units.c
+CARRIED_COLUMNS = [
+    *COLUMNS,
+    t.segments.c.dataset_id,
+    _U.precedence,
+    sa.case((_U.claim_class == 0, 0), else_=_U.scheduling_key).label("key"),
+    _U.not_before,
+]
+"""What `to_carried` needs of units joined with their segments."""
+
+
+def to_carried(row: Sequence[Any], *, keeps: bool) -> Carried:
+    """Return a unit from a row that begins with `CARRIED_COLUMNS`."""
+    at = len(COLUMN_NAMES)
+    dataset_id, precedence, key, not_before = row[at : at + 4]
+    return Carried(to_unit(row[:at]), dataset_id, precedence, keeps, key, not_before)
 
 
 BEFORE_BRANCH = "before-branch"
@@ -54,9 +77,9 @@ def to_carry(
     """Return the units up to `last_unit_id` that had no fate when `step` was planned, for another branch to take up.
 
     Those completed from weights of at most `reuse_up_to` keep their result, and those that this branch itself took up for
-    some of its consumers alone, be it later: others have read it. Units of evaluation are left out.
+    some of its consumers alone, be it later: others have read it. Units of evaluation are left out (index.forks tells them).
     """
-    u, a, s = t.units.c, t.assignments.c, t.segments.c
+    u, a = t.units.c, t.assignments.c
     settled = sa.exists().where(
         a.branch_id == branch_id,
         a.consumer == consumer,
@@ -68,8 +91,8 @@ def to_carry(
         a.branch_id == branch_id, a.epoch == u.epoch, a.unit_id == u.unit_id, a.reason == BEFORE_BRANCH
     )
     rows = connection.execute(
-        sa.select(*COLUMNS, u.precedence, s.dataset_id, is_read.label("is_read"))
-        .join(t.segments, s.segment_id == u.segment_id)
+        sa.select(*CARRIED_COLUMNS, is_read.label("is_read"))
+        .join(t.segments, t.segments.c.segment_id == u.segment_id)
         .where(
             u.branch_id == branch_id,
             sa.or_(u.unit_id <= last_unit_id, is_read),
@@ -80,10 +103,9 @@ def to_carry(
     )
     found = []
     for row in rows:
-        unit = to_unit(row[: len(COLUMN_NAMES)])
-        is_reused = reuse_up_to is not None and (unit.version_step or 0) <= reuse_up_to
-        keeps = unit.state is UnitState.COMPLETED and (is_reused or bool(row.is_read))
-        found.append(Carried(unit, row.dataset_id, row.precedence, keeps))
+        is_reused = reuse_up_to is not None and (row.version_step or 0) <= reuse_up_to
+        keeps = row.state == UnitState.COMPLETED and (is_reused or bool(row.is_read))
+        found.append(to_carried(row, keeps=keeps))
     return found
 
 
@@ -119,6 +141,8 @@ def take_up(connection: Connection, carried: Mapping[int, Carried], *, to_branch
             "branch_id": to_branch,
             "state": UnitState.COMPLETED if c.keeps else UnitState.READY,
             "precedence": c.precedence,
+            "scheduling_key": c.scheduling_key,
+            "not_before": None if c.keeps else c.not_before,
         }
         for unit_id, c in carried.items()
     ]

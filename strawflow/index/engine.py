@@ -9,6 +9,7 @@
    as many as were ever in use at once.
 5. An index belongs to the process that opened it: one inherited over a fork is refused, not corrupted.
 6. An SQLite file that was moved away, or replaced, under an open index is noticed by the next transaction.
+7. One on a read-only file system can be looked at; what would write it says so.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
@@ -35,6 +37,7 @@ from strawflow.errors import (
     NotFoundError,
     StorageError,
 )
+from strawflow.index import sqlite_file
 from strawflow.index import tables as t
 from strawflow.index.prepared import Direct, as_sqlalchemy_error
 
@@ -71,6 +74,11 @@ class Index:
     @property
     def dialect(self) -> str:
         return self._engine.dialect.name
+
+    @property
+    def is_read_only(self) -> bool:
+        """Whether it is an SQLite file on a file system that takes no writes now."""
+        return self._file is not None and sqlite_file.is_read_only(Path(self._file))
 
     @contextmanager
     def begin(self) -> Iterator[Connection]:
@@ -210,6 +218,8 @@ class Index:
             # InternalError: PostgreSQL refuses in this state, as a standby does that takes no writes yet.
             refused = isinstance(error, sa.exc.OperationalError | sa.exc.InternalError)
             if refused or error.connection_invalidated:
+                if self._file is not None and (why := sqlite_file.obstacle(Path(self._file))):
+                    what = f"{what}; {why}"
                 raise StorageError(f"the index did not answer: {what}", url=self.shown_url) from error
             if isinstance(error, sa.exc.DataError):  # PostgreSQL: NUL in a text, a number out of its range
                 raise InvalidInputError(
@@ -256,7 +266,7 @@ class Index:
 
         Times before which units are not offered stay what they are on the wall's clock, though index time began anew.
         """
-        if self.dialect != "sqlite":
+        if self._file is None or self.is_read_only:
             return False
         facts = {"boot_id": clock.boot_id(), "booted_at": str(clock.wall_ms() / 1000 - clock.uptime_s())}
         with self.begin() as connection:
@@ -330,7 +340,13 @@ def _make_engine(url: str, *, durability: str, idle_transaction_s: float) -> Eng
     if dialect == "postgresql":
         options = f"-c idle_in_transaction_session_timeout={int(idle_transaction_s * 1000)}"
         return sa.create_engine(url, pool_pre_ping=True, connect_args={"options": options})
-    engine = sa.create_engine(url, connect_args={"timeout": _BUSY_TIMEOUT_S, "check_same_thread": False})
+    file = Path(make_url(url).database or "")
+    if sqlite_file.is_read_only(file):
+        engine = sa.create_engine(
+            url, creator=lambda: sqlite_file.connect_frozen(file, timeout_s=_BUSY_TIMEOUT_S)
+        )
+    else:
+        engine = sa.create_engine(url, connect_args={"timeout": _BUSY_TIMEOUT_S, "check_same_thread": False})
     synchronous = "FULL" if durability == "host" else "NORMAL"
 
     @event.listens_for(engine, "connect")

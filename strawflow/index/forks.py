@@ -1,7 +1,7 @@
 """What a branch must know of its parent: which units a consumer's line holds, and what the other consumers made of them.
 
 1. Reads only. A unit is *settled* at a fork when the consumer whose checkpoint it is made from gave it a fate by then.
-2. A unit of evaluation is on the line when the weights it tests are.
+2. A unit of evaluation is on the line when the weights it tests are; an evaluation that is not whole goes on on the branch.
 3. What left the index for the history is asked of packs, which is flow.fork's part.
 """
 
@@ -17,9 +17,16 @@ from strawflow.errors import NotFoundError
 from strawflow.index import branches, checkpoints
 from strawflow.index import tables as t
 from strawflow.index.branches import Branch
-from strawflow.index.carry import BEFORE_BRANCH, Carried, Place, place_of, places_taken
-from strawflow.index.units import COLUMN_NAMES, COLUMNS, to_unit
-from strawflow.states import BatchState, UnitState
+from strawflow.index.carry import (
+    BEFORE_BRANCH,
+    CARRIED_COLUMNS,
+    Carried,
+    Place,
+    place_of,
+    places_taken,
+    to_carried,
+)
+from strawflow.states import BatchState, UnitState, WeightState
 
 _CHUNK = 500
 _U, _A, _B = t.units.c, t.assignments.c, t.batches.c
@@ -86,7 +93,7 @@ def _settled(
     connection: Connection, fork: Fork, purposes: Collection[str], *where: sa.ColumnElement[bool]
 ) -> list[Carried]:
     rows = connection.execute(
-        sa.select(*COLUMNS, _U.precedence, t.segments.c.dataset_id)
+        sa.select(*CARRIED_COLUMNS)
         .join(t.segments, t.segments.c.segment_id == _U.segment_id)
         .where(
             _U.branch_id == fork.parent_id,
@@ -97,9 +104,37 @@ def _settled(
             *where,
         )
     )
-    return [
-        Carried(to_unit(row[: len(COLUMN_NAMES)]), row.dataset_id, row.precedence, keeps=True) for row in rows
-    ]
+    return [to_carried(row, keeps=True) for row in rows]
+
+
+def open_evaluation(connection: Connection, fork: Fork) -> list[Carried]:
+    """Return the units of evaluations on the line that nobody read yet and that lack a result: waiting, given up, or damaged.
+
+    Those whose weights cannot be served any more are left out.
+    """
+    w, other, a = t.weight_versions.c, t.units.alias().c, t.assignments.alias().c
+    is_read = (
+        sa.exists()
+        .where(a.branch_id == fork.parent_id, a.unit_id == other.unit_id)
+        .where(other.branch_id == fork.parent_id, other.purpose == "eval", other.epoch == _U.epoch)
+    )
+    is_damaged = sa.exists().where(t.quarantine.c.extent_id == _U.extent_id)
+    rows = connection.execute(
+        sa.select(*CARRIED_COLUMNS)
+        .join(t.segments, t.segments.c.segment_id == _U.segment_id)
+        .join(t.weight_versions, w.version_id == _U.required_version_id)
+        .where(
+            _U.branch_id == fork.parent_id,
+            _U.purpose == "eval",
+            _is_settled(fork),
+            sa.or_(_U.state != UnitState.COMPLETED, is_damaged),
+            w.files_removed.is_(False),
+            w.state != WeightState.DEAD,
+            ~is_read,
+        )
+        .order_by(_U.unit_id)
+    )
+    return [to_carried(row, keeps=False) for row in rows]
 
 
 def settled_before(

@@ -20,12 +20,12 @@ from strawflow.errors import CorruptPackError
 from strawflow.ids import Extent
 from strawflow.index import continuations, meta, retired
 from strawflow.index import tables as t
-from strawflow.index.carry import Carried
+from strawflow.index.carry import CARRIED_COLUMNS, Carried, to_carried
 from strawflow.index.engine import insert_unless_there
 from strawflow.index.leases import FENCES_PER_INCARNATION
 from strawflow.index.prepared import Prepared, rows_value
 from strawflow.index.retired import Fate, Retired
-from strawflow.index.units import COLUMN_NAMES, COLUMNS, LAST_UNIT_ID, to_unit
+from strawflow.index.units import LAST_UNIT_ID
 from strawflow.states import BatchState, PackState, SessionState, UnitState, WeightState
 
 FOUND_SESSION = "found"
@@ -225,13 +225,11 @@ def carried_units(connection: Connection, unit_ids: Sequence[int]) -> dict[int, 
     found: dict[int, Carried] = {}
     for at in range(0, len(unit_ids), _CHUNK):
         rows = connection.execute(
-            sa.select(*COLUMNS, t.units.c.precedence, t.segments.c.dataset_id)
+            sa.select(*CARRIED_COLUMNS)
             .join(t.segments, t.segments.c.segment_id == t.units.c.segment_id)
             .where(t.units.c.unit_id.in_(list(unit_ids[at : at + _CHUNK])))
         )
-        for row in rows:
-            unit = to_unit(row[: len(COLUMN_NAMES)])
-            found[unit.unit_id] = Carried(unit, row.dataset_id, row.precedence, keeps=False)
+        found |= {row.unit_id: to_carried(row, keeps=False) for row in rows}
     return found
 
 

@@ -21,6 +21,7 @@ from strawflow.flow.run import Run
 from strawflow.flow.session import WorkerSession
 from strawflow.index import packs
 from strawflow.index.packs import Pack
+from strawflow.testing.damage import flip
 from strawflow.testing.postgres import PostgresServer
 from strawflow.testing.runs import SmallRun
 
@@ -47,6 +48,16 @@ def end_sessions(small: SmallRun, *kinds: str) -> None:
     for kind in kinds or tuple(small.sessions):
         small.sessions.pop(kind).end()
         small.roles.pop(kind, None)
+
+
+def damage(small: SmallRun, extent_id: int) -> bytes:
+    """Flip a bit of a stored extent; returns the whole file as it was."""
+    with small.run.index.read() as connection:
+        extent = packs.find_extents(connection, [extent_id])[extent_id]
+    path = small.run.root / extent.path
+    whole = path.read_bytes()
+    flip(path, extent.offset + extent.length - 3)
+    return whole
 
 
 def packs_of(run: Run, kind: str | None = None) -> list[Pack]:

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+import sqlalchemy as sa
 
 from strawflow.errors import AlreadyExistsError, ConflictError, InvalidInputError, NotFoundError
 from strawflow.flow import admit, consume, history
 from strawflow.flow.branch import branches_of, create_branch, on_branch
 from strawflow.flow.check import check
 from strawflow.flow.run import open_run
+from strawflow.index import tables as t
 from strawflow.index import units
+from strawflow.index.engine import now
+from strawflow.states import UnitState
 from strawflow.testing.invariants import batch_digests, check_exactly_once
 from strawflow.testing.runs import SmallRun, small_run
 from tests.contract.stored import end_sessions
@@ -99,6 +104,34 @@ def test_a_branch_that_reuses_trajectories_offers_them_and_trains_each_once(smal
         second.advance(1)
         check_exactly_once(second.run, finished=False)
         assert check(second.run).findings == []
+
+
+def test_what_a_branch_takes_up_is_granted_in_the_order_and_not_before_the_time_it_was_admitted_for(
+    small: SmallRun,
+) -> None:
+    small.sample()
+    small.plan()
+    due = datetime.now(UTC) + timedelta(days=1)
+    for schedule in ((), (None, -3), (5, 2), (5, 1), (9, 0, due)):
+        admit.admit_more(
+            small.session("rollout"), count=1, dataset_id=admit.PROMPTS, schedule=admit.Schedule(*schedule)
+        )
+    small.train(1)
+    with small.run.index.read() as connection:
+        waiting = units.listed(connection, "main", state=UnitState.READY)
+    plain, keyed, second, first, late = [(u.epoch, u.position) for u in waiting[-5:]]
+    with branched(small) as again:
+        granted = [(g.unit.epoch, g.unit.position) for g in again.claim(100)]
+        assert granted[:3] == [first, second, keyed]
+        assert plain in granted[3:]
+        assert late not in granted
+        with again.run.index.read() as connection:
+            (left,) = units.listed(connection, "second", state=UnitState.READY)
+            ready_in_s = connection.execute(
+                sa.select(t.units.c.not_before - now(connection)).where(t.units.c.unit_id == left.unit_id)
+            ).scalar_one()
+    assert (left.epoch, left.position) == late
+    assert 86_000 < ready_in_s <= 86_400
 
 
 def test_the_old_branch_can_be_branched_from_again_and_a_branch_from_a_branch(small: SmallRun) -> None:

@@ -7,7 +7,9 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
@@ -19,8 +21,11 @@ from strawflow.flow import complete as completing
 from strawflow.flow.admit_evaluation import is_evaluated, segments_told
 from strawflow.flow.branch import create_branch
 from strawflow.flow.check import check
+from strawflow.flow.claim import Grant, PromptShelf, claim
 from strawflow.flow.enqueue import EnqueueRequest, enqueue
 from strawflow.flow.evaluation import EVAL
+from strawflow.flow.publish_weights import version_to_serve
+from strawflow.flow.quarantine import quarantine_damage
 from strawflow.flow.run import Run, create_run, open_run
 from strawflow.ids import new_id
 from strawflow.index import batches, checkpoints, consumers, datasets, units
@@ -31,7 +36,7 @@ from strawflow.store import Store
 from strawflow.testing.invariants import check_exactly_once
 from strawflow.testing.runs import KEYS, SmallRun, made_up_result, prompt_lines, small_config
 from tests.contract.lost_index import die, essence_of, lose_index, on_sqlite
-from tests.contract.stored import REPOSITORY, end_sessions
+from tests.contract.stored import REPOSITORY, damage, end_sessions
 
 YAML = """
 defaults: {greedy: false}
@@ -297,6 +302,65 @@ def test_nor_is_it_on_a_branch_which_goes_on_with_what_its_line_evaluated(small:
         check_exactly_once(second.run, finished=False)
         assert check(second.run).findings == []
     assert sorted({step for step, _ in told(small.run)}) == [0, 2, 4]
+
+
+def own_units(run: Run) -> list[Any]:
+    """Return the units of the run's branch without the ids of what may differ after a rebuild."""
+    return [unit for unit in essence_of(run.index)["units"] if unit[1] == run.branch]
+
+
+def give_up(small: SmallRun, grant: Grant) -> UnitState:
+    session = small.session("rollout")
+    return completing.fail(session, grant.unit_id, fence=grant.fence, error="no answer")
+
+
+def test_an_evaluation_that_is_not_whole_goes_on_on_a_branch_and_comes_back_with_a_rebuild(
+    small: SmallRun,
+) -> None:
+    for _ in range(2):
+        small.advance(1)
+        eval_consumer.collect(small.run)
+    version = small.serving()
+    for _ in range(2):
+        small.sample(1, purposes=[EVAL])
+    first = small.claim(1, purposes=[EVAL])[0]
+    state = give_up(small, first)
+    while state is UnitState.READY:
+        state = give_up(small, small.claim(1, purposes=[EVAL])[0])
+    small.sample(100, purposes=["train"])
+    small.plan()
+    small.train(3)
+    damaged, whole = [u for u in eval_units(small.run) if (u.epoch, u.state) == (2, UnitState.COMPLETED)]
+    end_sessions(small)
+    assert damaged.extent_id is not None
+    damage(small, damaged.extent_id)
+    quarantine_damage(small.run, do=True)
+    create_branch(small.run, checkpoint="3", name="second")
+    with closing(open_run(small.run.root)) as run:
+        expected = own_units(run)
+        own = [u for u in eval_units(run) if u.epoch == 2]
+        places = {(u.profile, u.position): u.state for u in own}
+        assert len(places) == NUM_EVAL_UNITS
+        assert places.pop((whole.profile, whole.position)) is UnitState.COMPLETED
+        assert set(places.values()) == {UnitState.READY}
+        assert {u.required_version_id for u in own} == {version}
+    root = lose_index(small.run)
+    rebuild.rebuild(root)
+    with SmallRun(open_run(root)) as second:
+        assert own_units(second.run) == expected
+        serving = version_to_serve(second.run)
+        assert serving is not None
+        assert serving.version_id == version
+        session = second.session("rollout")
+        shelf = PromptShelf(session)
+        grants = claim(session, shelf, limit=100, serving_version_id=serving.version_id, purposes=[EVAL])
+        answers = [made_up_result(grant, serving.version_id) for grant in grants]
+        completing.complete(session, answers, submission_id=new_id("submission"))
+        assert eval_consumer.collect(second.run) == 1
+        results = [r for r in evaluation.recorded(second.run) if r.step == 2]
+        assert sum(r.num_prompts for r in results) == NUM_EVAL_UNITS
+        assert {r.version_id for r in results} == {version}
+        assert check(second.run).findings == []
 
 
 def test_prompts_for_evaluation_cannot_be_enqueued_or_admitted_for_training(

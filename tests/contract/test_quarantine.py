@@ -24,7 +24,7 @@ from strawflow.flow.quarantine import QuarantineReport, quarantine_damage
 from strawflow.flow.reconcile import reconcile
 from strawflow.flow.run import open_run
 from strawflow.index import batches, consumers, events, packs, quarantine, sessions, tables, units
-from strawflow.packs.posix import file_of
+from strawflow.packs.posix import PosixPlace, file_of
 from strawflow.states import BatchState, UnitState
 from strawflow.store import Store
 from strawflow.testing.damage import flip
@@ -33,23 +33,13 @@ from strawflow.testing.pack_rows import made_up_rows
 from strawflow.testing.runs import SmallRun, made_up_result, small_run
 from tests.contract.backed_up import reopened
 from tests.contract.lost_index import die, lose_index, on_sqlite
-from tests.contract.stored import end_sessions, with_storage
+from tests.contract.stored import damage, end_sessions, with_storage
 
 
 @pytest.fixture
 def small(tmp_path: Path, settings: dict[str, str]) -> Iterator[SmallRun]:
     with small_run(tmp_path, num_prompts=24, settings=settings) as made:
         yield made
-
-
-def damage(small: SmallRun, extent_id: int) -> bytes:
-    """Flip a bit of a stored extent; returns the whole file as it was."""
-    with small.run.index.read() as connection:
-        extent = packs.find_extents(connection, [extent_id])[extent_id]
-    path = small.run.root / extent.path
-    whole = path.read_bytes()
-    flip(path, extent.offset + extent.length - 3)
-    return whole
 
 
 def completed(small: SmallRun) -> list[units.Unit]:
@@ -629,6 +619,21 @@ def test_the_check_counts_what_nothing_names_and_finds_footers_that_no_reader_re
     (finding,) = check(small.run).findings
     assert (finding.check, finding.subject) == ("pack", str(path.relative_to(small.run.root)))
     assert "Arrow readers cannot open it" in finding.message
+
+
+@on_sqlite
+def test_the_check_lists_the_packs_once(small: SmallRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    small.sample(2)
+    listed: list[str] = []
+    sizes = PosixPlace.sizes
+
+    def told(place: PosixPlace, folder: str) -> dict[str, int]:
+        listed.append(folder)
+        return sizes(place, folder)
+
+    monkeypatch.setattr(PosixPlace, "sizes", told)
+    assert check(small.run).is_sound
+    assert listed == ["packs"]
 
 
 def test_the_command_rehearses_repairs_and_says_when_the_run_cannot_go_on(

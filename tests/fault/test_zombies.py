@@ -15,6 +15,7 @@ from strawflow.flow import assemble, rescue
 from strawflow.flow.check import check
 from strawflow.flow.run import Run
 from strawflow.flow.status import snapshot
+from strawflow.index import events
 from strawflow.states import UnitState
 from strawflow.testing.postgres import PostgresServer
 from strawflow.testing.runs import SmallRun, small_run
@@ -74,6 +75,13 @@ def num_rows_of_results(small: SmallRun) -> dict[int, int]:
     return {u: rows.num_rows for u, rows in assemble.read_trajectories(session, offered).items()}
 
 
+def refused_units(run: Run) -> list[tuple[str | None, list[int]]]:
+    """Return (session, units) of what the event log counts as handed in too late."""
+    with run.index.read() as connection:
+        told = events.latest(connection, limit=1000, name_prefix="units.refused")
+    return [(event["session_id"], event["facts"]["units"]) for event in told]
+
+
 # ---- frozen workers; each claim is a transaction of its own, so the completion's is the second
 
 
@@ -113,6 +121,7 @@ def test_what_a_frozen_worker_writes_on_waking_is_refused_and_named_by_nothing(
         zombie.await_end()
         assert zombie.lines("failed")[0]["error"] == "LeaseLostError"
         assert zombie.lines("completed") == []
+        assert refused_units(small.run) == [(zombie.lines("ready")[0]["session_id"], [1, 2, 3])]
         small.complete(taken[2:])
         assert num_rows_of_results(small) == dict.fromkeys(range(1, 9), 2)
         assert num_named_rows(small.run) == 8 * 2

@@ -131,6 +131,7 @@ def test_an_unknown_field_is_refused_with_the_nearest_and_nothing_is_made(cli: C
         (["--rollout.temperature"], 2, "needs a value"),
         (["--run.seed", "1", "--run.seed", "2"], 2, "given twice"),
         (["--config", "absent.toml"], 3, "no configuration file absent.toml"),
+        (["--run.durability", "store"], 3, "run.durability: 'store' is the level of an object store"),
     ],
 )
 def test_bad_settings_are_refused_in_one_line(
@@ -140,6 +141,17 @@ def test_bad_settings_are_refused_in_one_line(
     assert result.code == code
     assert message in result.err
     assert result.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", [("run", "create"), ("status",), ("resume",), ("storage", "sweep")])
+def test_a_run_is_not_taken_to_lie_in_an_object_store(
+    cli: Cli, tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    result = cli(*command, "s3://bucket/run")
+    assert result.code == 3
+    assert "error: s3://bucket/run is an address, and a run lies in a folder" in result.err
+    assert result.err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_create_prints_what_to_type_next(cli: Cli) -> None:

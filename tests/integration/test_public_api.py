@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import strawflow
-from strawflow.errors import AlreadyExistsError, CorruptCheckpointError, InvalidInputError
+from strawflow.errors import AlreadyExistsError, ConfigError, CorruptCheckpointError, InvalidInputError
 from strawflow.flow import backup, rescue
 from strawflow.flow.check import check
 from strawflow.flow.run import open_run
@@ -102,6 +102,16 @@ def test_numbers_that_cannot_be_meant_are_refused_and_plan_nothing(store: strawf
     for count in (-1, 1.5, 2**70):
         with pytest.raises(InvalidInputError, match="give a whole number from 0 to"):
             store.admit(count)  # type: ignore[arg-type]
+
+
+def test_a_store_is_neither_made_nor_opened_at_an_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for door in (strawflow.create, strawflow.open):
+        with pytest.raises(ConfigError, match="memory://run is an address, and a run lies in a folder"):
+            door("memory://run")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "a\0", "ü", "x" * 65, "\ud800"])

@@ -107,7 +107,10 @@ class Supervisor:
                 return self._tend()
             finally:
                 self._stop_children()
-                self._recover()
+                try:
+                    self._recover()
+                except StorageError as error:  # why the run ends must be what is told; the next start does it
+                    log.warning("what the workers held is taken back by the next start: %s", error)
 
     def _recover(self) -> None:
         """Take back what processes that are gone held. The session is short: one across the run could expire unused."""
@@ -131,7 +134,7 @@ class Supervisor:
                 faults_in_a_row += 1
                 if faults_in_a_row > MAX_INDEX_FAULTS:
                     raise
-                log.warning("the index did not answer, trying again: %s", error)
+                log.warning("trying again: %s", error)
                 self.drain.wait(BACKOFF_S[min(faults_in_a_row, len(BACKOFF_S) - 1)])
             self.drain.wait(TICK_S)
         return False
@@ -185,6 +188,17 @@ class Supervisor:
                 return progress.rollout_is_done(self.run)
 
     def _start(self, child: Child) -> None:
+        """Start a child's process.
+
+        Raises:
+            StorageError: its log cannot be made, or there is no room for another process.
+        """
+        try:
+            self._open_log_and_start(child)
+        except OSError as error:
+            raise StorageError(f"the {child.kind} worker cannot be started: {error}") from error
+
+    def _open_log_and_start(self, child: Child) -> None:
         child.attempt = self._next_attempt(child.kind)
         child.log_path = self.run.log_path(child.kind, child.attempt)
         child.log_path.parent.mkdir(exist_ok=True)
@@ -273,6 +287,7 @@ def only_supervisor(run: Run) -> Iterator[None]:
 
     Raises:
         AlreadyExistsError: another supervisor runs this run; nothing was touched.
+        StorageError: the lock file cannot be opened.
     """
     lock = FileLock(run.root / "supervisor.lock", timeout=0)
     try:
@@ -281,6 +296,8 @@ def only_supervisor(run: Run) -> Iterator[None]:
         raise AlreadyExistsError(
             f"{run.root} is being run by another process; watch it with `strawflow status {run.root} --watch`"
         ) from None
+    except OSError as error:  # a read-only mount, permissions
+        raise StorageError(f"{run.root} cannot be run here: {error}") from error
     try:
         yield
     finally:
