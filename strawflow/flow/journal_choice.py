@@ -120,26 +120,32 @@ def segments_in_order(
         if not claimants:
             on_hole(f"dataset {dataset_id!r} has a segment after number {seq}, which is missing")
             break
-        told = admitted[seq]
-        winner = max(
-            claimants,
-            key=lambda e: (
-                e.incarnation,
-                any(
-                    is_met(first, count)
-                    for a in told.get(_first_digest(e)[:32], ())
-                    for first, count in told_runs(a.body)
-                )
-                if len(claimants) > 1
-                else True,
-                _first_digest(e)[:32] in told,
-                e is claimants[0],
-            ),
-        )
+        winner = claimants[0]
+        if len(claimants) > 1:
+            winner = max(claimants, key=lambda e: _claim_on_segment(e, admitted[seq], is_met, claimants[0]))
         chosen.append((winner, True))
         # One of an earlier incarnation belongs to a future that a restore gave up.
         behind += [(e, False) for e in claimants if e is not winner and e.incarnation == winner.incarnation]
     return chosen + behind
+
+
+def _claim_on_segment(
+    entry: StoredEntry,
+    admitted: Mapping[str, Sequence[StoredEntry]],
+    is_met: Callable[[int, int], bool],
+    first: StoredEntry,
+) -> tuple[int, bool, bool, int, bool]:
+    """Return how good a claim on a segment's number is; `admitted` are the admissions from it, by digest of its rows."""
+    own = admitted.get(_first_digest(entry)[:32], ())
+    came_with_it = [a for a in own if "whole_segment" in a.head]
+    return (
+        entry.incarnation,
+        any(is_met(*run) for a in came_with_it for run in told_runs(a.body)),
+        bool(own),
+        # Of two that came with their admissions the later one found the number free.
+        max((a.at_ms for a in came_with_it), default=0),
+        entry is first,
+    )
 
 
 def _first_digest(entry: StoredEntry) -> str:

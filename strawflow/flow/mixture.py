@@ -27,6 +27,7 @@ from strawflow.flow.session import WorkerSession
 from strawflow.index import datasets, mixtures, weights
 from strawflow.index.datasets import Cursor, Segment
 from strawflow.index.engine import Connection
+from strawflow.index.units import require_priority
 from strawflow.prompt_sets import PromptSet, refuse_nothing_to_draw
 from strawflow.prompts.mappings import KEYS, written_down
 from strawflow.prompts.reader import read_prompts
@@ -189,9 +190,10 @@ def draw(session: WorkerSession, found: Look, hooks: Hooks) -> Drawn | None:
     """
     run = session.run
     sets = {one.name: one for one in run.config.prompt_sets()}
-    steering = _steered(found, sets, hooks)
+    session.mark_progress()
+    steering = _steered(run, found, sets, hooks)
     _refuse_empty(found, sets, steering.weights)
-    order, lags, made = _drawn(run, found, sets, steering, hooks)
+    order, lags, made = _drawn(session, found, sets, steering, hooks)
     if not order:
         return None
     mixture = Mixture(found.mixture.version + 1, steering.weights, lags, steering.state)
@@ -224,7 +226,11 @@ Made = dict[str, tuple[list[PromptRow], str]]
 
 
 def _drawn(
-    run: Run, found: Look, sets: Mapping[str, PromptSet], steering: Steering, hooks: Hooks
+    session: WorkerSession,
+    found: Look,
+    sets: Mapping[str, PromptSet],
+    steering: Steering,
+    hooks: Hooks,
 ) -> tuple[list[str], dict[str, int], Made]:
     """Return the set of each group, the lags after them, and what was made; again without those that had too little."""
     order: list[str] = []
@@ -240,7 +246,8 @@ def _drawn(
             if not sets[name].source:
                 continue
             difficulty = steering.difficulties.get(name)
-            rows, state = _made(run, found, sets[name], hooks, count, difficulty, made.get(name))
+            session.mark_progress()
+            rows, state = _made(session.run, found, sets[name], hooks, count, difficulty, made.get(name))
             if rows:
                 before, _ = made.get(name, ([], ""))
                 made[name] = [*before, *rows], state
@@ -255,12 +262,13 @@ def _drawn(
     return order, lags, made
 
 
-def _steered(found: Look, sets: Mapping[str, PromptSet], hooks: Hooks) -> Steering:
+def _steered(run: Run, found: Look, sets: Mapping[str, PromptSet], hooks: Hooks) -> Steering:
     before = found.mixture
     if hooks.curriculum is None:
         # Who has no curriculum at hand (a program of the user's that admits) goes on with what it said last.
         by_weight = {one.name: one.weight for one in sets.values()}
-        return Steering(before.weights if before.curriculum is not None else by_weight, before.curriculum)
+        was_steered = run.config.rollout.curriculum and before.version
+        return Steering(before.weights if was_steered else by_weight, before.curriculum)
     steering = hooks.curriculum(found.step, found.standings, before.curriculum)
     text_of(steering.state, of="the curriculum")
     for told in (steering.weights, steering.priorities, steering.difficulties):
@@ -273,6 +281,8 @@ def _steered(found: Look, sets: Mapping[str, PromptSet], hooks: Hooks) -> Steeri
             raise ConfigError(
                 f"rollout.curriculum gave {name!r} the weight {weight!r}; weights are numbers from 0"
             )
+    for priority in steering.priorities.values():
+        require_priority(priority)
     refuse_nothing_to_draw(
         {name: steering.weights.get(name, 0.0) for name in sets}, where="rollout.curriculum"
     )

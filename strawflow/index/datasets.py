@@ -16,7 +16,7 @@ from sqlalchemy.engine import Connection
 
 from strawflow import clock
 from strawflow.errors import ConflictError, NotFoundError
-from strawflow.index import meta, mixtures
+from strawflow.index import meta
 from strawflow.index import tables as t
 from strawflow.index.engine import insert_unless_there, lock_rows
 
@@ -249,6 +249,8 @@ def insert_cursor(connection: Connection, branch_id: str, cursor: Cursor) -> Non
     connection.execute(sa.insert(t.cursors).values(branch_id=branch_id, **cursor.__dict__))
 
 
+MIXTURE = "mixture/"
+"""Begins the key in meta of what draws by weight go on from; the branch follows (index.mixtures)."""
 _SOURCE_STATE = "source_state"
 
 
@@ -279,7 +281,7 @@ def standing(connection: Connection, branch_id: str) -> tuple[str, int]:
     One statement, so that no admission comes between them.
     """
     last = sa.select(sa.func.coalesce(sa.func.max(t.units.c.unit_id), 0)).scalar_subquery()
-    drawn = sa.select(t.meta.c.value).where(t.meta.c.key == mixtures.KEY + branch_id).scalar_subquery()
+    drawn = sa.select(t.meta.c.value).where(t.meta.c.key == MIXTURE + branch_id).scalar_subquery()
     one = sa.select(last.label("last_unit_id"), drawn.label("mixture")).subquery()
     c, m = t.cursors.c, t.meta.c
     rows = connection.execute(

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 import strawflow
-from strawflow.errors import ConfigError, InvalidInputError
-from strawflow.flow import admit, rebuild
+from strawflow import faults
+from strawflow.errors import ConfigError, ConflictError, InvalidInputError
+from strawflow.flow import admit, journal, rebuild
 from strawflow.flow.branch import create_branch
 from strawflow.flow.check import check
 from strawflow.flow.claim import PromptShelf
@@ -231,10 +232,6 @@ def test_a_branch_goes_back_to_the_state_of_its_checkpoint_and_a_rebuild_brings_
         assert second.run.branch == "second"
         assert state_of(second.run) == {"next": 4}
 
-        def other_numbers(order: Order, state: Any) -> tuple[Rows, Any]:
-            rows, after = counts_up(order, state)
-            return [{"prompt": f"{row['prompt']}00"} for row in rows], after
-
         second.publish(1, admit_due=False)
         assert due(second, Hooks(sources={"made": other_numbers})) == 4
         found = prompts_of(second.run)
@@ -246,6 +243,40 @@ def test_a_branch_goes_back_to_the_state_of_its_checkpoint_and_a_rebuild_brings_
     with SmallRun(open_run(root)) as second:
         assert (prompts_of(second.run), state_of(second.run)) == (found, {"next": 6})
         assert check(second.run).findings == []
+
+
+def other_numbers(order: Order, state: Any) -> tuple[Rows, Any]:
+    rows, after = counts_up(order, state)
+    return [{"prompt": f"{row['prompt']}00"} for row in rows], after
+
+
+@on_sqlite
+@pytest.mark.parametrize("is_met", [True, False], ids=["answered", "never seen"])
+def test_of_two_that_made_the_same_segment_a_rebuild_takes_the_one_that_was_committed(
+    make: Callable[..., SmallRun], monkeypatch: pytest.MonkeyPatch, is_met: bool
+) -> None:
+    small = make(ALONE)
+    with monkeypatch.context() as patch:
+        # As a kill does it: the entries are durable, the transaction is not, and nothing withdraws them.
+        patch.setattr(journal, "_withdraw", lambda session, entries: None)
+        patch.setenv(faults.VARIABLE, "admit.before_commit:1:raise")
+        with pytest.raises(faults.InjectedFaultError):
+            due(small, Hooks(sources={"made": other_numbers}))
+    faults.reset()
+    assert due(small) == 8
+    if is_met:
+        small.sample()
+    before, root = prompts_of(small.run), small.run.root
+    small.close()
+    lose_index(small.run)
+    assert rebuild.rebuild(root).rebuilt.losses == []
+    with SmallRun(open_run(root)) as again:
+        assert (prompts_of(again.run), state_of(again.run)) == (before, {"next": 8})
+        again.trainer()
+        again.publish(1, admit_due=False)
+        assert due(again) == 4
+        assert made_in(prompts_of(again.run)) == list(range(12)), "the rows of the killed one are nobody's"
+        assert check(again.run).findings == []
 
 
 # ---- curricula
@@ -304,6 +335,22 @@ def test_a_curriculum_sees_rewards_by_set_and_its_weights_and_state_hold_from_th
     assert [g.unit_id for g in small.claim(2)] == of_hard, "granted first: it gave them priority"
     assert mixture_of(small.run).curriculum == {"level": 1}
     assert mixture_of(small.run).weights == {"prompts": 0.5, "hard": 0.5}
+
+
+def test_draws_from_what_another_drew_on_from_are_refused(
+    make: Callable[..., SmallRun], tmp_path: Path
+) -> None:
+    small = with_hard(make(TWO), tmp_path)
+    assert due(small) == 8
+    with small.run.index.read() as connection:
+        stood = mixtures.find(connection, "main")
+    with pytest.raises(ConflictError), small.run.index.begin() as connection:
+        mixtures.replace(connection, "main", expected=None, new="{}")
+    with small.run.index.begin() as connection:
+        mixtures.replace(connection, "main", expected=stood, new=Mixture(2).to_text())
+    with pytest.raises(ConflictError), small.run.index.begin() as connection:
+        mixtures.replace(connection, "main", expected=stood, new="{}")
+    assert mixture_of(small.run) == Mixture(2)
 
 
 def test_the_state_of_a_curriculum_goes_back_with_a_branch_and_comes_back_with_a_rebuild(

@@ -234,7 +234,8 @@ class Prompts:
 
 
 class Curriculum(Protocol):
-    """`rollout.curriculum`: called when groups are about to be admitted, in a thread of the worker (it may block).
+    """`rollout.curriculum`: called when groups are about to be admitted, in a thread of the worker: it may block, but the worker
+    leases and stores nothing meanwhile, and is taken for stuck after 10 minutes.
 
     `step` is that of the newest published weights, `state` what it returned for the last admission of this branch, None before
     the first. If another worker admits meanwhile, what it said is thrown away and it is asked again: what it remembers must be
@@ -245,7 +246,7 @@ class Curriculum(Protocol):
 
 
 class DataSource(Protocol):
-    """`source` of a set in `data.prompts`: makes prompts as the run goes on, in a thread of the worker (it may block).
+    """`source` of a set in `data.prompts`: makes prompts as the run goes on, in a thread of the worker, as a curriculum.
 
     Rows and state are stored in one transaction, or neither; then it is asked again from the state before, be it by another
     worker: what it remembers must be in `state`, None at first. A prompt made twice is two prompts. It goes back with a branch
