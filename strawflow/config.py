@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from strawflow import sampling
 from strawflow.errors import ConfigError
@@ -25,6 +25,8 @@ from strawflow.eval_datasets import (
     read_eval_datasets,
     refuse_unanswered,
 )
+from strawflow.prompt_sets import DEFAULT as DEFAULT_SETS
+from strawflow.prompt_sets import PromptSet, read_prompt_sets, refuse_wrong_sets
 from strawflow.reward_names import parse_reward
 from strawflow.sampling import EvalProfile
 from strawflow.sampling import SamplingProfile as SamplingProfile
@@ -62,8 +64,9 @@ class ModelSection(Section):
 
 
 class DataSection(Section):
-    prompts: str = ""
-    """Prompt file, `path` or `path@[a:b]`: JSONL, Parquet or Arrow, plain, .gz or .zst."""
+    prompts: tuple[PromptSet, ...] = ()
+    """What is trained on: a prompt file, `path` or `path@[a:b]` (JSONL, Parquet or Arrow, plain, .gz or .zst), or several
+    mixed by weight: `[NAME=]FILE:WEIGHT,...`, or tables with name, path or source, and weight."""
     demonstrations: str = ""
     """Prompt file with labels for the supervised warm start."""
     held_out: str = ""
@@ -75,6 +78,11 @@ class DataSection(Section):
     metadata_key: str = ""
     """Field that holds a JSON object handed to the reward; empty: none."""
     on_bad_row: Literal["fail", "skip"] = "fail"
+
+    @field_validator("prompts", mode="before")
+    @classmethod
+    def _are_sets(cls, given: Any) -> list[Any]:
+        return read_prompt_sets(given)
 
 
 class WarmStartSection(Section):
@@ -147,6 +155,8 @@ class RolloutSection(Section):
     """Seconds that one call of the generate hook may take before its member fails; 0: no bound."""
     sample_filter: str = ""
     """Hook `package.module:function` that may drop a rollout with a reason, before its reward; empty: none."""
+    curriculum: str = ""
+    """Hook `package.module:function` that sets the weights of the prompt sets as the run goes on; empty: they stay."""
     max_attempts: int = Field(default=3, ge=1)
     """Grants of a unit before it is set aside as failed."""
     engines: int = Field(default=1, ge=1)
@@ -274,9 +284,18 @@ class RunConfig(Section):
     lease: LeaseSection = LeaseSection()
     storage: StorageSection = StorageSection()
 
+    @model_validator(mode="after")
+    def _has_sound_prompt_sets(self) -> RunConfig:
+        refuse_wrong_sets(self.data.prompts, taken=[dataset.name for dataset in self.eval.datasets])
+        return self
+
     @property
     def total_steps(self) -> int:
         return self.warm_start.steps + self.trainer.steps
+
+    def prompt_sets(self) -> tuple[PromptSet, ...]:
+        """Return what is trained on; a run that names nothing has the one set `prompts`."""
+        return self.data.prompts or DEFAULT_SETS
 
     def profiles(self) -> dict[str, SamplingProfile]:
         """Return the sampling settings by profile name."""
@@ -402,9 +421,8 @@ def _validated(tree: dict[str, dict[str, Any]], *, where: str) -> RunConfig:
         name = ".".join(str(part) for part in first["loc"])
         near = difflib.get_close_matches(name, field_names(), n=1)
         hint = f"; did you mean {near[0]}?" if first["type"] == "extra_forbidden" and near else ""
-        raise ConfigError(
-            f"{where}: setting {name}: {first['msg'].removeprefix('Value error, ')}{hint}"
-        ) from None
+        at = f"{where}: setting {name}" if name else where
+        raise ConfigError(f"{at}: {first['msg'].removeprefix('Value error, ')}{hint}") from None
 
 
 def refuse_deadlocks(config: RunConfig) -> None:

@@ -43,6 +43,8 @@ POINTS: frozenset[str] = frozenset(
         "eval.after_plan",  # an evaluation's batch planned, its results not recorded
         "eval.after_record",  # results recorded, the position not advanced
         "enqueue.before_commit",
+        "admit.before_commit",  # units, cursors and states of an admission written, its transaction not committed
+        "admit.after_commit",  # admitted, nobody told
         "journal.after_entry",  # a change's journal entry durable, its transaction not begun
         "rebuild.before_commit",  # the new index filled, its transaction not committed
         "sweep.before_unlink",  # [G] pack condemned, its file still there

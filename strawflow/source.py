@@ -13,8 +13,9 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
-from strawflow.errors import InvalidInputError
 from strawflow.flow import admit
+from strawflow.flow.admission import AT_ONCE, Schedule, SourceStep
+from strawflow.flow.mixture import text_of
 from strawflow.flow.run import Run
 from strawflow.flow.session import WorkerSession
 from strawflow.index import datasets
@@ -24,9 +25,6 @@ class Enqueue(Protocol):
     """`Store.enqueue`."""
 
     def __call__(self, prompts: Iterable[Mapping[str, Any]], /, *, dataset: str) -> int: ...
-
-
-MAX_STATE_BYTES = 1 << 20
 
 
 class Source:
@@ -47,9 +45,7 @@ class Source:
             stored = datasets.source_state(connection, run.branch, self._dataset)
         self.state = None if stored is None else json.loads(stored)
 
-    def admit(
-        self, prompts: Iterable[Mapping[str, Any]], *, state: Any, schedule: admit.Schedule = admit.AT_ONCE
-    ) -> int:
+    def admit(self, prompts: Iterable[Mapping[str, Any]], *, state: Any, schedule: Schedule = AT_ONCE) -> int:
         """Make prompts ready to be claimed and store the state to go on from after them; returns how many groups were made.
 
         Among them are prompts that were enqueued and never admitted. Prompts the dataset holds already make none: tell what is
@@ -60,22 +56,10 @@ class Source:
             ConflictError: another admitted from the dataset meanwhile; `read_again`, and make prompts from that state. These
                 are enqueued, and nothing came of them yet.
         """
-        text = _text_of(state)
+        text = text_of(state, of="a source")
         self._enqueue(prompts, dataset=self._dataset)
-        step = admit.SourceStep(text, self._version)
+        step = SourceStep(text, self._version)
         num_admitted = admit.admit_rest(self._writer(), step, dataset_id=self._dataset, schedule=schedule)
         if num_admitted:
             self.read_again()
         return num_admitted
-
-
-def _text_of(state: Any) -> str:
-    try:
-        text = json.dumps(state, allow_nan=False, separators=(",", ":"))
-    except (TypeError, ValueError) as error:
-        raise InvalidInputError(f"the state of a source must be JSON: {error}") from None
-    if len(text) > MAX_STATE_BYTES:
-        raise InvalidInputError(
-            f"the state of a source has {len(text)} bytes, at most {MAX_STATE_BYTES} are kept: store large ones in a file"
-        )
-    return text

@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 import threading
 from collections.abc import Iterable, Mapping
 from datetime import datetime
@@ -21,17 +20,18 @@ from typing import Any
 
 from strawflow import config as configuration
 from strawflow.consumer import Consumer
-from strawflow.errors import InvalidInputError, LeaseLostError
+from strawflow.errors import LeaseLostError
 from strawflow.flow import admit, rescue
+from strawflow.flow.admission import Schedule
 from strawflow.flow.enqueue import EnqueueRequest, enqueue, purpose_of
 from strawflow.flow.run import Run, create_run, folder_of, open_run
 from strawflow.flow.session import WorkerSession
+from strawflow.prompts.mappings import KEYS, written_down
 from strawflow.prompts.row import PromptKeys
 from strawflow.prompts.source import PromptSource
 from strawflow.source import Source
 from strawflow.worker import Worker
 
-_ROW_KEYS = ("prompt", "label", "metadata")
 _SOURCE = "api"
 """What rows that came as mappings name as their source: the file they pass through is gone when they are read."""
 
@@ -101,11 +101,8 @@ class Store:
         """
         if isinstance(prompts, str | Path):
             return self._enqueue(PromptSource.parse(str(prompts)), dataset, priority)
-        with tempfile.TemporaryDirectory(prefix="strawflow-rows-") as folder:
-            path = Path(folder) / "rows.jsonl"
-            with path.open("w", encoding="utf-8") as file:
-                file.writelines(_line(row, number) for number, row in enumerate(prompts, start=1))
-            return self._enqueue(PromptSource(path, name=_SOURCE), dataset, priority, PromptKeys(*_ROW_KEYS))
+        with written_down(prompts, name=_SOURCE) as source:
+            return self._enqueue(source, dataset, priority, KEYS)
 
     def source(self, dataset: str = admit.PROMPTS) -> Source:
         """Return a source of prompts whose own state is stored with the work that came of it."""
@@ -115,12 +112,13 @@ class Store:
         self,
         count: int,
         *,
-        dataset: str = admit.PROMPTS,
+        dataset: str | None = None,
         priority: int | None = None,
         scheduling_key: int = 0,
         not_before: datetime | None = None,
     ) -> int:
-        """Make the next `count` prompts of a dataset ready to be claimed, in epoch order; returns how many.
+        """Make the next `count` prompts of a dataset ready to be claimed, in epoch order; returns how many. Without a dataset
+        those of the run's prompt sets (`data.prompts`), by weight where there are several.
 
         The order is a keyed permutation of each epoch (`run.seed`); the cursor moves in the transaction that makes the
         groups, so none is admitted twice or left out. Of those that wait, the highest `priority` is granted first (32 bits;
@@ -129,9 +127,10 @@ class Store:
 
         Raises:
             InvalidInputError: the count is no whole number from 0 to a million, nothing was enqueued to the dataset, a number
-                is out of range, or the time has no zone.
+                is out of range, or the time has no zone. ConfigError: a prompt set of weight above 0 holds none, or its
+                prompts are made by a hook, which a rollout worker calls.
         """
-        schedule = admit.Schedule(priority, scheduling_key, not_before)
+        schedule = Schedule(priority, scheduling_key, not_before)
         return admit.admit_more(self._writer(), count=count, dataset_id=dataset, schedule=schedule)
 
     def worker(self, name: str = "worker") -> Worker:
@@ -213,23 +212,3 @@ class Store:
                 session, reason="its heartbeat had stopped; the store went on with another session"
             )
             self._session = None
-
-
-def _line(row: Mapping[str, Any], number: int) -> str:
-    if not isinstance(row, Mapping):
-        raise InvalidInputError(
-            f"row {number} is {type(row).__name__}, not a mapping with prompt, label and metadata"
-        )
-    unknown = row.keys() - set(_ROW_KEYS)
-    if unknown or "prompt" not in row:
-        what = f"has unknown fields {sorted(unknown)}" if unknown else "has no prompt"
-        raise InvalidInputError(f"row {number} {what}; rows have prompt and, if wanted, label and metadata")
-    try:
-        line = json.dumps({name: row.get(name) for name in _ROW_KEYS}, ensure_ascii=False) + "\n"
-        line.encode()
-    except (
-        TypeError,
-        ValueError,
-    ) as error:  # no JSON value; half of a surrogate pair; a value that holds itself
-        raise InvalidInputError(f"row {number} cannot be stored as JSON: {error}") from None
-    return line

@@ -26,8 +26,8 @@ def enqueue(
         str,
         typer.Option(
             metavar="NAME",
-            help="What the rows are for: prompts (training), demonstrations (warm start), held_out (evaluation), or an "
-            "evaluation dataset of eval.datasets.",
+            help="What the rows are for: prompts (training) or a prompt set of data.prompts, demonstrations (warm start), "
+            "held_out (evaluation), or an evaluation dataset of eval.datasets.",
         ),
     ] = "prompts",
     input_key: Annotated[
@@ -111,12 +111,12 @@ def enqueue(
 def _unknown(dataset: str, run: Run) -> str:
     import difflib
 
-    from strawflow.eval_datasets import DEMONSTRATIONS, PROMPTS
+    from strawflow.eval_datasets import DEMONSTRATIONS
 
-    known = [PROMPTS, DEMONSTRATIONS, *run.config.eval_datasets()]
+    known = [*(one.name for one in run.config.prompt_sets()), DEMONSTRATIONS, *run.config.eval_datasets()]
     near = difflib.get_close_matches(dataset, known, n=1)
     hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(known)}."
     return (
-        f"--dataset {dataset}: {run.root} has no such dataset, neither for training nor for evaluation; {hint} Datasets to "
-        "evaluate are named when a run is created: --eval.datasets FILE.yaml"
+        f"--dataset {dataset}: {run.root} has no such dataset, neither for training nor for evaluation; {hint} Both are "
+        "named when a run is created: --data.prompts NAME=FILE:WEIGHT,... and --eval.datasets FILE.yaml"
     )

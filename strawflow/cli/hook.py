@@ -24,9 +24,12 @@ def root() -> None:
 def check(
     path: Annotated[str, typer.Argument(help="The hook, package.module:function, as its setting takes it.")],
     kind: Annotated[
-        Literal["generate", "sample_filter", "group_filter", "log"] | None,
+        Literal["generate", "sample_filter", "group_filter", "log", "curriculum", "data_source"] | None,
         typer.Option(help="What it is; left out, its parameters tell."),
     ] = None,
+    sets: Annotated[
+        str, typer.Option(metavar="NAME,...", help="Prompt sets that a curriculum is told of.")
+    ] = "easy,hard",
     as_json: JsonFlag = False,
 ) -> None:
     """Test a function of yours against its contract.
@@ -34,4 +37,4 @@ def check(
     It is imported, called, and its answers stored as a worker would. Needs no engine and no run; exits 0 when all holds.
     """
     of_kind = [] if kind is None else ["--kind", kind]
-    replace_by_worker("hook", [path, *of_kind, *json_arguments(as_json)])
+    replace_by_worker("hook", [path, *of_kind, "--sets", sets, *json_arguments(as_json)])

@@ -136,7 +136,7 @@ def next_steps(run: str, config: RunConfig) -> list[str]:
     """Return the commands that come after creating a run, in order."""
     steps = []
     wanted = (
-        ("prompts", config.data.prompts, True),
+        *((one.name, one.path, True) for one in config.prompt_sets() if not one.source),
         ("demonstrations", config.data.demonstrations, config.warm_start.steps > 0),
         ("held_out", config.data.held_out, False),
         *((dataset.name, dataset.prompts, True) for dataset in config.eval.datasets),

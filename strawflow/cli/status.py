@@ -89,7 +89,8 @@ def _facts(s: RunStatus) -> Any:
     facts += [
         (
             d.dataset_id,
-            f"{counted(d.num_rows, 'row')} in {counted(d.num_segments, 'segment')}, {d.num_admitted} admitted",
+            f"{counted(d.num_rows, 'row')} in {counted(d.num_segments, 'segment')}, {d.num_admitted} admitted"
+            + _share(s, d.dataset_id),
         )
         for d in s.datasets
     ]
@@ -113,6 +114,17 @@ def _facts(s: RunStatus) -> Any:
     facts += _alarms(s)
     facts.append(("disk", ", ".join(f"{name} {size(used)}" for name, used in s.disk_bytes.items())))
     return Facts(facts)
+
+
+def _share(s: RunStatus, dataset_id: str) -> str:
+    """Return what is told of a prompt set among several."""
+    from strawflow.cli.output import cell
+
+    one = s.prompt_sets.get(dataset_id)
+    if one is None or len(s.prompt_sets) == 1:
+        return ""
+    rewards = "" if one.mean_reward is None else f", mean reward {cell(one.mean_reward)}"
+    return f", weight {one.weight:.1%}{rewards}"
 
 
 def _evaluations(s: RunStatus) -> list[tuple[int, str]]:

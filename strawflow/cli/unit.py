@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -33,7 +34,7 @@ def list_units(
 ) -> None:
     """List units."""
     from strawflow.cli import output
-    from strawflow.index import units
+    from strawflow.index import datasets, units
     from strawflow.states import UnitState
 
     with opened(run) as found, found.index.read() as connection:
@@ -41,14 +42,16 @@ def list_units(
         listed = units.listed(
             connection, found.branch, state=wanted, purpose=purpose, newest_first=last, limit=limit
         )
+        dataset_of = datasets.of_segments(connection, (u.segment_id for u in listed))
     if as_json:
-        output.print_json(listed)
+        output.print_json([{**asdict(u), "dataset": dataset_of[u.segment_id]} for u in listed])
         return
     output.print_table(
         (
             "unit",
             "purpose",
             "profile",
+            "dataset",
             "epoch",
             "position",
             "state",
@@ -62,6 +65,7 @@ def list_units(
                 u.unit_id,
                 u.purpose,
                 u.profile,
+                dataset_of[u.segment_id],
                 u.epoch,
                 u.position,
                 u.state,
@@ -141,7 +145,7 @@ def _print(detail: UnitDetail) -> None:
     output.say(
         f"unit {u.unit_id}: {u.purpose}, {u.state}, fence {u.fence}, {counted(u.attempts, 'attempt')}, "
         f"{counted(u.crashes, 'crash', 'crashes')}, "
-        f"epoch {u.epoch}, row {u.position} of segment {u.segment_id}"
+        f"epoch {u.epoch}, row {u.position} of segment {u.segment_id} of dataset {detail.dataset}"
     )
     if detail.is_retired:
         output.say(

@@ -1,34 +1,31 @@
-"""Admission: turn prompts into ready units and move the dataset cursor, in one transaction.
+"""Admission: turn prompts into ready units and move the dataset cursors, in one transaction.
 
-    cursor read ▸ ids taken ▸ journal entry durable ▸ transaction(units, cursor)
+    cursors read ▸ ids taken ▸ journal entry durable ▸ transaction(units, cursors, what the draws go on from)
 
-1. What is admitted follows from the cursor that was read; the transaction asks whether it still stands there, and if another
-   worker moved it the admission is planned anew.
+1. What is admitted follows from the cursors that were read; the transaction asks whether they still stand there, and if
+   another worker moved one the admission is planned anew.
 2. Unit ids grow in the order of admission; ids that were taken for a refused admission leave a gap.
+3. Prompt sets that are mixed by weight, or made by hooks, are flow.mixture's part; their bounds and their transaction are here.
 
 How far admission may run ahead is bounded by staleness: step s is applied to weights of step s - 1, so with weights w
 the newest published and a lag of at most m, groups of steps up to w + 1 + m may be sampled; with schedule `sync` only those
-of step w + 1, and in both `over_provision` groups more.
+of step w + 1, and in both `over_provision` groups more. The bound holds for all prompt sets together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
-from typing import Any
 
-from strawflow import eval_datasets
+from strawflow import eval_datasets, faults
 from strawflow.errors import ConflictError, InvalidInputError
-from strawflow.flow import journal, quota
-from strawflow.flow.journal import Entry, EntryKind
-from strawflow.flow.order import place_in_epoch
+from strawflow.flow import journal, mixture, quota
+from strawflow.flow.admission import AT_ONCE, Admission, Schedule, SourceStep, from_segments
+from strawflow.flow.mixture import NO_HOOKS, Drawn, Hooks
 from strawflow.flow.run import Run
 from strawflow.flow.session import WorkerSession
-from strawflow.index import consumers, datasets, events, units, weights
-from strawflow.index.datasets import Cursor, Segment
+from strawflow.index import consumers, datasets, events, mixtures, units, weights
 from strawflow.index.engine import Connection
-from strawflow.index.units import NewUnit
 
 DEMONSTRATIONS = eval_datasets.DEMONSTRATIONS
 PROMPTS = eval_datasets.PROMPTS
@@ -37,85 +34,38 @@ HELD_OUT = eval_datasets.HELD_OUT
 MAX_ADMITTED = 1_000_000
 """Groups admitted in one call: all of them are made in memory and written in one transaction."""
 
-Maker = Callable[[Segment, int, int], NewUnit]
-Limits = Callable[[Connection], list[tuple[str, str, int]]]
-"""Returns (dataset, profile, how many of it may have been admitted by now)."""
-
 
 @dataclass(frozen=True)
-class Schedule:
-    """When and in which order the groups of one admission are granted, also on a branch that takes them up."""
+class Demand:
+    """How many groups of a profile may have been admitted by now, of some datasets together."""
 
-    priority: int | None = None
-    """Higher is granted first; None: that of the segment."""
-    scheduling_key: int = 0
-    """Inside a priority, lower is granted first."""
-    not_before: datetime | None = None
-    """Wall time, with its time zone, before which nothing of it is granted; None: at once."""
+    datasets: tuple[str, ...]
+    profile: str
+    limit: int
+    is_mixed: bool = False
+    """Whether they are the run's prompt sets, drawn from by weight or made by hooks."""
 
-    def require_valid(self) -> None:
-        """Raise InvalidInputError for what the index cannot hold, or a time that does not say of which zone it is."""
-        if self.priority is not None:
-            units.require_priority(self.priority)
-        if abs(self.scheduling_key) >= 1 << 63:
-            raise InvalidInputError(f"scheduling key {self.scheduling_key} is out of range: it has 64 bits")
-        if self.not_before is not None and self.not_before.tzinfo is None:
-            raise InvalidInputError(
-                f"not_before {self.not_before.isoformat()} has no time zone: give one, as datetime.now(UTC) has"
-            )
-
-    def fields(self) -> dict[str, Any]:
-        """Return what is set, as the journal holds it."""
-        at = self.not_before
-        told = {
-            "priority": self.priority,
-            "scheduling_key": self.scheduling_key or None,
-            "not_before": None if at is None else at.astimezone(UTC).isoformat(),
-        }
-        return {name: value for name, value in told.items() if value is not None}
-
-    @classmethod
-    def from_fields(cls, fields: Mapping[str, Any]) -> Schedule:
-        at = fields.get("not_before")
-        return cls(
-            fields.get("priority"),
-            fields.get("scheduling_key", 0),
-            None if at is None else datetime.fromisoformat(at),
-        )
-
-    def maker(self, purpose: str, profile: str) -> Maker:
-        """Return what makes the unit of a row (segment, epoch, position)."""
-        # Told to the index as a delay: on SQLite its time is not the wall's.
-        delay_s = 0.0 if self.not_before is None else (self.not_before - datetime.now(UTC)).total_seconds()
-
-        def make(segment: Segment, epoch: int, position: int) -> NewUnit:
-            return NewUnit(
-                purpose,
-                profile,
-                segment.segment_id,
-                epoch,
-                position,
-                priority=segment.priority if self.priority is None else self.priority,
-                scheduling_key=self.scheduling_key,
-                delay_s=max(0.0, delay_s),
-            )
-
-        return make
+    def num_admitted(self, connection: Connection, branch_id: str) -> int:
+        """Return how many have been."""
+        return sum(datasets.num_admitted(connection, branch_id, name) for name in self.datasets)
 
 
-AT_ONCE = Schedule()
+Limits = Callable[[Connection], list[Demand]]
 
 
-def admit_due(session: WorkerSession) -> int:
+def admit_due(session: WorkerSession, hooks: Hooks = NO_HOOKS) -> int:
     """Admit every group that staleness allows now; returns how many were admitted. Safe to call from any worker.
 
     A unit dropped outside any batch is owed a replacement of its purpose.
+
+    Raises:
+        ConfigError: a hook of the run failed, or its prompts are made by one and `hooks` has none for them, or a prompt set of
+            weight above 0 holds no prompts.
     """
-    return _admit(session, lambda connection: _limits(connection, session.run))
+    return _admit(session, lambda connection: _limits(connection, session.run), hooks=hooks)
 
 
-def _limits(connection: Connection, run: Run) -> list[tuple[str, str, int]]:
-    """Return (dataset, profile, how many of it may have been admitted by now)."""
+def _limits(connection: Connection, run: Run) -> list[Demand]:
     config, warm = run.config, run.config.warm_start
     newest = weights.newest(connection, run.branch)
     if newest is None:
@@ -124,10 +74,11 @@ def _limits(connection: Connection, run: Run) -> list[tuple[str, str, int]]:
     def dropped(purpose: str) -> int:
         return consumers.num_dropped(connection, run.branch, run.consumer, purpose=purpose)
 
-    limits: list[tuple[str, str, int]] = []
+    limits: list[Demand] = []
     if warm.steps:
         # Demonstrations are sampled by no weights, so nothing about them goes stale.
-        limits.append((DEMONSTRATIONS, "demo", warm.steps * warm.prompts_per_step + dropped("demo")))
+        limit = warm.steps * warm.prompts_per_step + dropped("demo")
+        limits.append(Demand((DEMONSTRATIONS,), "demo", limit))
     if newest.step >= warm.steps:
         rollout = config.rollout
         ahead = rollout.max_staleness if rollout.schedule == "async" else 0
@@ -137,46 +88,44 @@ def _limits(connection: Connection, run: Run) -> list[tuple[str, str, int]]:
             num_steps * rollout.prompts_per_step + rollout.over_provision,
             config.trainer.steps * rollout.prompts_per_step,
         )
-        limits.append((PROMPTS, "train", num_groups + dropped("train")))
+        limits.append(_of_prompt_sets(run, "train", num_groups + dropped("train")))
     return limits
+
+
+def _of_prompt_sets(run: Run, profile: str, limit: int) -> Demand:
+    names = tuple(one.name for one in run.config.prompt_sets())
+    return Demand(names, profile, limit, is_mixed=mixture.is_mixed(run))
 
 
 def admit_more(
     session: WorkerSession,
     *,
     count: int,
-    dataset_id: str = PROMPTS,
+    dataset_id: str | None = None,
     profile: str = "train",
     schedule: Schedule = AT_ONCE,
 ) -> int:
     """Admit the next `count` prompts in epoch order, running into further epochs; returns how many were admitted.
 
-    For a run whose trainer is not ours: nothing bounds it but the caller. 0 while too little disk is left to admit any.
+    Without a dataset those of the run's prompt sets, by weight. For a run whose trainer is not ours: nothing bounds it but
+    the caller. 0 while too little disk is left to admit any.
 
     Raises:
         InvalidInputError: the count is no whole number from 0 to MAX_ADMITTED, nothing was ever enqueued to the dataset, or
             the schedule cannot be.
+        ConfigError: as of `admit_due`.
     """
     branch = session.run.branch
     schedule.require_valid()
-    _require_admissible(session.run, count, dataset_id)
+    whole = _of_prompt_sets(session.run, profile, 0)
+    if dataset_id is not None or not whole.is_mixed:
+        whole = Demand((dataset_id or whole.datasets[0],), profile, 0)
+    _require_admissible(session.run, count, whole)
     return _admit(
         session,
-        lambda connection: [
-            (dataset_id, profile, datasets.num_admitted(connection, branch, dataset_id) + count)
-        ],
+        lambda connection: [replace(whole, limit=whole.num_admitted(connection, branch) + count)],
         schedule,
     )
-
-
-@dataclass(frozen=True)
-class SourceStep:
-    """What a source of prompts with a state of its own hands in beside them."""
-
-    state: str
-    """What it goes on from after them: JSON."""
-    version: int
-    """Of the dataset's cursor when the state before was read."""
 
 
 def admit_rest(
@@ -193,7 +142,7 @@ def admit_rest(
     branch = session.run.branch
     schedule.require_valid()
 
-    def limits(connection: Connection) -> list[tuple[str, str, int]]:
+    def limits(connection: Connection) -> list[Demand]:
         at = datasets.cursor(connection, branch, dataset_id)
         if at.version != step.version:
             raise SourceMovedError(
@@ -201,7 +150,7 @@ def admit_rest(
                 dataset_id=dataset_id,
             )
         rest = datasets.num_unadmitted(connection, branch, dataset_id)
-        return [(dataset_id, "train", at.num_admitted + min(rest, MAX_ADMITTED))]
+        return [Demand((dataset_id,), "train", at.num_admitted + min(rest, MAX_ADMITTED))]
 
     return _admit(session, limits, schedule, step)
 
@@ -210,11 +159,14 @@ class SourceMovedError(ConflictError):
     """Planning the admission anew would store a state that does not belong to it."""
 
 
-def _require_admissible(run: Run, count: int, dataset_id: str) -> None:
+def _require_admissible(run: Run, count: int, demand: Demand) -> None:
     if not isinstance(count, int) or not 0 <= count <= MAX_ADMITTED:
         raise InvalidInputError(
             f"{count} prompts cannot be admitted at once: give a whole number from 0 to {MAX_ADMITTED:,}"
         )
+    if demand.is_mixed:
+        return  # each set is looked at when it is drawn from
+    dataset_id = demand.datasets[0]
     with run.index.read() as connection:
         purpose = datasets.purpose_of(connection, dataset_id)
         if purpose == "eval" or dataset_id in run.config.eval_datasets():
@@ -230,177 +182,125 @@ def _require_admissible(run: Run, count: int, dataset_id: str) -> None:
     )
 
 
-@dataclass(frozen=True)
-class _Admission:
-    """Units about to be admitted from one dataset, as follows from the cursor that was read."""
-
-    profile: str
-    before: Cursor
-    after: Cursor
-    units: list[NewUnit]
-    num_segments: int
-    """Of the dataset when the cursor was read."""
-    read: list[list[Any]]
-    """[segment_seq, rows, digest of the first extent] of the segments the units are from."""
-    schedule: Schedule
-    source: SourceStep | None = None
-
-    def entry(self, run: Run, *, first_id: int) -> Entry:
-        body = {
-            "dataset": self.before.dataset_id,
-            "profile": self.profile,
-            "purpose": self.units[0].purpose,
-            "before": cursor_fields(self.before),
-            "after": cursor_fields(self.after),
-            "first_unit_id": first_id,
-            "count": len(self.units),
-            "num_segments": self.num_segments,
-            "read": self.read,
-        }
-        if told := self.schedule.fields():
-            body["schedule"] = told
-        if self.source is not None:
-            body["source_state"] = self.source.state
-        return Entry(EntryKind.ADMISSION, run.branch, body)
-
-
-def cursor_fields(cursor: Cursor) -> list[int]:
-    """Return a cursor as the journal holds it."""
-    return [cursor.version, cursor.epoch, cursor.segment_seq, cursor.position, cursor.num_admitted]
-
-
 def _admit(
-    session: WorkerSession, limits: Limits, schedule: Schedule = AT_ONCE, source: SourceStep | None = None
+    session: WorkerSession,
+    limits: Limits,
+    schedule: Schedule = AT_ONCE,
+    source: SourceStep | None = None,
+    hooks: Hooks = NO_HOOKS,
 ) -> int:
     run = session.run
     while True:
+        admissions: list[Admission] = []
+        looks: list[mixture.Look] = []
         with run.index.read() as connection:  # almost always there is nothing to do
-            planned = [
-                admission
-                for dataset_id, profile, limit in limits(connection)
-                if (
-                    admission := _planned(
-                        connection,
-                        run,
-                        dataset_id,
-                        profile,
-                        limit=limit,
-                        schedule=schedule,
-                        source=source,
+            for demand in limits(connection):
+                count = demand.limit - demand.num_admitted(connection, run.branch)
+                if count <= 0:
+                    continue
+                if demand.is_mixed:
+                    found = mixture.look(
+                        connection, run, count=count, profile=demand.profile, schedule=schedule
                     )
-                )
-                is not None
-            ]
-        if not planned or quota.gauge(run).watch():
+                    looks.append(found)
+                elif planned := _planned(connection, run, demand, count, schedule, source):
+                    admissions.append(planned)
+        if not (admissions or looks) or quota.gauge(run).watch():
+            return 0
+        drawn = [each for found in looks if (each := mixture.draw(session, found, hooks)) is not None]
+        groups = [[admission] for admission in admissions] + [list(each.admissions) for each in drawn]
+        admissions, num_units = [], 0
+        for group in groups:
+            admissions += [admission.placed_after(num_units) for admission in group]
+            num_units += sum(len(admission.units) for admission in group)
+        if not num_units:
             return 0
         with run.index.begin() as connection:
-            first_id = units.take_ids(connection, sum(len(admission.units) for admission in planned))
+            first_id = units.take_ids(connection, num_units)
         try:
-            return _commit(session, planned, first_id, limits)
+            _commit(session, admissions, drawn, first_id, limits)
         except SourceMovedError:
             raise
         except ConflictError:
             continue  # another worker admitted meanwhile: each round lost is one that another won
+        return num_units
 
 
 def _planned(
     connection: Connection,
     run: Run,
-    dataset_id: str,
-    profile: str,
-    *,
-    limit: int,
+    demand: Demand,
+    count: int,
     schedule: Schedule,
     source: SourceStep | None,
-) -> _Admission | None:
+) -> Admission | None:
+    (dataset_id,) = demand.datasets
     before = datasets.cursor(connection, run.branch, dataset_id)
-    wanted = limit - before.num_admitted
-    segments = datasets.segments_of(connection, dataset_id) if wanted > 0 else []
+    segments = datasets.segments_of(connection, dataset_id)
     if not segments:
         return None
-    purpose = run.config.profiles()[profile].purpose
-    new, after = take_rows(
-        before,
-        segments,
-        wanted,
-        seed=run.config.run.seed,
-        make=schedule.maker(purpose, profile),
+    planned = from_segments(
+        connection, run, before, segments, count, profile=demand.profile, schedule=schedule
     )
-    used = {unit.segment_id for unit in new}
-    read = [
-        [s.segment_seq, s.num_rows, datasets.first_digest(connection, s.segment_id).hex()]
-        for s in segments
-        if s.segment_id in used
-    ]
-    return _Admission(profile, before, after, new, len(segments), read, schedule, source)
+    return planned if source is None else replace(planned, source_state=source.state)
 
 
-def _commit(session: WorkerSession, planned: Sequence[_Admission], first_id: int, limits: Limits) -> int:
+def _commit(
+    session: WorkerSession,
+    admissions: Sequence[Admission],
+    drawn: Sequence[Drawn],
+    first_id: int,
+    limits: Limits,
+) -> None:
     run = session.run
-    firsts = [first_id]
-    for admission in planned:
-        firsts.append(firsts[-1] + len(admission.units))
-    entries = [
-        admission.entry(run, first_id=first) for admission, first in zip(planned, firsts, strict=False)
-    ]
+    entries = [entry for admission in admissions for entry in admission.entries(run, first_id=first_id)]
     with journal.recorded(session, entries) as record, run.index.begin() as connection:
         record.name(connection)
+        made = {
+            admission.before.dataset_id: admission.made.add(connection, session, [admission.identities])
+            for admission in admissions
+            if admission.made is not None
+        }
         units.require_unused(connection, first_id)
-        allowed = {(dataset_id, profile): limit for dataset_id, profile, limit in limits(connection)}
-        for admission, first in zip(planned, firsts, strict=False):
+        _require_allowed(connection, run, admissions, limits)
+        for each in drawn:
+            mixtures.replace(connection, run.branch, expected=each.before, new=each.after)
+        for admission in admissions:
             dataset_id = admission.before.dataset_id
-            held = datasets.cursor_for_update(connection, run.branch, dataset_id)
-            limit = allowed.get((dataset_id, admission.profile), 0)
-            if held.version != admission.before.version or admission.after.num_admitted > limit:
-                raise ConflictError("the dataset cursor was moved meanwhile", dataset_id=dataset_id)
-            units.admit(connection, run.branch, admission.units, first_id=first)
+            new = admission.units
+            if dataset_id in made:
+                new = [replace(unit, segment_id=made[dataset_id].segment_id) for unit in new]
+            units.admit(connection, run.branch, new, ids=admission.ids(first_id))
             datasets.move_cursor(
                 connection, run.branch, admission.after, expected_version=admission.before.version
             )
-            if admission.source is not None:
-                datasets.put_source_state(connection, run.branch, dataset_id, admission.source.state)
+            if admission.source_state is not None:
+                datasets.put_source_state(connection, run.branch, dataset_id, admission.source_state)
             events.record(
                 connection,
                 "units.admitted",
                 dataset_id=dataset_id,
-                num_units=len(admission.units),
+                num_units=len(new),
                 epoch=admission.after.epoch,
             )
-    return firsts[-1] - first_id
+        faults.at("admit.before_commit")  # crash here: the entry and made rows of what never became true
+    faults.at("admit.after_commit")  # crash here: it is admitted, nobody was told
 
 
-def take_rows(
-    cursor: Cursor,
-    segments: list[Segment],
-    count: int,
-    *,
-    seed: int,
-    make: Maker,
-) -> tuple[list[NewUnit], Cursor]:
-    """Take the next `count` rows in epoch order, running into further epochs as needed; returns them and the cursor.
-
-    Segments follow one another inside an epoch, each in its own keyed order.
-    """
-    taken: list[NewUnit] = []
-    epoch, at, position = cursor.epoch, cursor.segment_seq, cursor.position
-    while len(taken) < count:
-        if at >= len(segments):
-            epoch, at, position = epoch + 1, 0, 0
-        segment = segments[at]
-        if position >= segment.num_rows:
-            at, position = at + 1, 0
-            continue
-        row = place_in_epoch(
-            position, num_rows=segment.num_rows, seed=seed, epoch=epoch, segment_seq=segment.segment_seq
-        )
-        taken.append(make(segment, epoch, row))
-        position += 1
-    moved = replace(
-        cursor,
-        version=cursor.version + 1,
-        epoch=epoch,
-        segment_seq=at,
-        position=position,
-        num_admitted=cursor.num_admitted + len(taken),
-    )
-    return taken, moved
+def _require_allowed(
+    connection: Connection, run: Run, admissions: Sequence[Admission], limits: Limits
+) -> None:
+    """Hold the cursors of what is admitted; raise ConflictError where one was moved, or the bound is exceeded now."""
+    count_of: dict[str, int] = {}
+    for admission in admissions:
+        dataset_id = admission.before.dataset_id
+        held = datasets.cursor_for_update(connection, run.branch, dataset_id)
+        if held.version != admission.before.version:
+            raise ConflictError("the dataset cursor was moved meanwhile", dataset_id=dataset_id)
+        count_of[dataset_id] = len(admission.units)
+    for demand in limits(connection):
+        count = sum(count_of.pop(name, 0) for name in demand.datasets)
+        if demand.num_admitted(connection, run.branch) + count > demand.limit:
+            raise ConflictError("as much was admitted meanwhile as may be", dataset_id=demand.datasets[0])
+    if count_of:
+        raise ConflictError("nothing of this may be admitted any more", dataset_id=min(count_of))

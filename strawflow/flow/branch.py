@@ -32,6 +32,7 @@ from strawflow.index import (
     datasets,
     events,
     meta,
+    mixtures,
     packs,
     sessions,
     tallies,
@@ -265,6 +266,9 @@ def inherit_cursors(
 ) -> None:
     """Give the branch the cursors as they stood at the checkpoint; `carried` counts units by dataset."""
     for fields in json.loads(cursors or "[]"):
+        if (drawn := fields.get("mixture")) is not None:
+            mixtures.put(connection, name, drawn)
+            continue
         state = fields.pop("source_state", None)
         cursor = Cursor(**fields)
         datasets.insert_cursor(connection, name, cursor)

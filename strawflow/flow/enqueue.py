@@ -19,11 +19,10 @@ from strawflow import eval_datasets, faults
 from strawflow.config import RunConfig
 from strawflow.errors import InvalidInputError
 from strawflow.flow import journal
-from strawflow.flow.journal import Entry, EntryKind
+from strawflow.flow.new_segment import NewSegment, SegmentTakenError
 from strawflow.flow.session import WorkerSession
 from strawflow.ids import Extent
-from strawflow.index import datasets, events, packs
-from strawflow.index.engine import Connection
+from strawflow.index import datasets
 from strawflow.index.units import require_priority
 from strawflow.prompts.reader import OnBadRow, ReadReport, read_prompts
 from strawflow.prompts.row import PromptKeys, PromptRow, to_record_batch
@@ -65,7 +64,9 @@ def purpose_of(config: RunConfig, dataset_id: str) -> str | None:
     """Return what a dataset of a run is for: train, demo or eval; None where the run's configuration knows none so called."""
     if dataset_id in config.eval_datasets():
         return "eval"
-    return {eval_datasets.PROMPTS: "train", eval_datasets.DEMONSTRATIONS: "demo"}.get(dataset_id)
+    if any(dataset_id == one.name for one in config.prompt_sets()):
+        return "train"
+    return "demo" if dataset_id == eval_datasets.DEMONSTRATIONS else None
 
 
 def enqueue(session: WorkerSession, request: EnqueueRequest) -> EnqueueReport:
@@ -87,6 +88,11 @@ def enqueue(session: WorkerSession, request: EnqueueRequest) -> EnqueueReport:
         raise InvalidInputError(
             f"the prompts of {request.dataset_id!r} are for evaluation, which has a priority of its own: leave it out"
         )
+    for one in session.run.config.prompt_sets():
+        if one.name == request.dataset_id and one.source:
+            raise InvalidInputError(
+                f"the prompts of {one.name!r} are made by {one.source} as the run goes on: nothing is enqueued there"
+            )
     report = EnqueueReport(request.dataset_id)
     read = ReadReport()
     rows = read_prompts(
@@ -200,64 +206,23 @@ def _try_commit(
 ) -> bool:
     run = session.run
     with run.index.read() as connection:
-        expected_seq = datasets.next_segment_seq(connection, request.dataset_id)
-    body = {
-        "dataset": request.dataset_id,
-        "purpose": request.purpose,
-        "segment_seq": expected_seq,
-        "num_rows": spool.num_rows,
-        "source": str(request.source),
-        "extents": [[first, journal.extent_ref(extent)] for first, extent in placed],
-        **({"priority": request.priority} if request.priority else {}),
-    }
+        next_seq = datasets.next_segment_seq(connection, request.dataset_id)
+    segment = NewSegment(
+        request.dataset_id,
+        request.purpose,
+        next_seq,
+        spool.num_rows,
+        str(request.source),
+        placed,
+        request.priority,
+    )
     try:
         with (
-            journal.recorded(session, [Entry(EntryKind.SEGMENT, run.branch, body)]) as record,
+            journal.recorded(session, [segment.entry(run.branch)]) as record,
             run.index.begin() as connection,
         ):
             record.name(connection)
-            _add_segment(connection, session, request, placed, spool, expected_seq=expected_seq)
-    except _SegmentTakenError:
+            segment.add(connection, session, spool.chunks(5000))
+    except SegmentTakenError:
         return False
     return True
-
-
-class _SegmentTakenError(Exception):
-    """Another file became the dataset's next segment meanwhile."""
-
-
-def _add_segment(
-    connection: Connection,
-    session: WorkerSession,
-    request: EnqueueRequest,
-    placed: list[tuple[int, Extent]],
-    spool: _Spool,
-    *,
-    expected_seq: int,
-) -> None:
-    datasets.ensure(connection, request.dataset_id, purpose=request.purpose)
-    named = packs.name_extents(connection, [extent for _, extent in placed], session_id=session.session_id)
-    segment = datasets.add_segment(
-        connection,
-        request.dataset_id,
-        num_rows=spool.num_rows,
-        source=str(request.source),
-        priority=request.priority,
-    )
-    if segment.segment_seq != expected_seq:
-        raise _SegmentTakenError
-    datasets.add_segment_extents(
-        connection,
-        segment.segment_id,
-        [(first, extent.extent_id) for (first, _), extent in zip(placed, named, strict=True)],
-    )
-    for chunk in spool.chunks(5000):
-        datasets.add_rows(connection, request.dataset_id, chunk)
-    events.record(
-        connection,
-        "prompts.enqueued",
-        session_id=session.session_id,
-        dataset_id=request.dataset_id,
-        num_rows=spool.num_rows,
-        source=str(request.source),
-    )

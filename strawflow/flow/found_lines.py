@@ -153,7 +153,8 @@ class Lines:
                     f"datasets and config.json give {len(new)}"
                 )
                 continue
-            units.admit(self.connection, branch_id, new, first_id=evaluation["first_unit_id"])
+            first_id = evaluation["first_unit_id"]
+            units.admit(self.connection, branch_id, new, ids=range(first_id, first_id + len(new)))
 
     # ---- batches and positions
 

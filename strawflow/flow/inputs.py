@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from strawflow.config import refuse_deadlocks
 from strawflow.errors import ConfigError
-from strawflow.flow.admit import DEMONSTRATIONS, PROMPTS
+from strawflow.flow.admit import DEMONSTRATIONS
 from strawflow.flow.run import Run
 from strawflow.index import datasets
 
@@ -16,7 +16,9 @@ def require(run: Run) -> None:
         ConfigError: names what is missing and the command that brings it, or shows the arithmetic.
     """
     refuse_deadlocks(run.config)
-    needed = [PROMPTS] + ([DEMONSTRATIONS] if run.config.warm_start.steps else [])
+    needed = [DEMONSTRATIONS] if run.config.warm_start.steps else []
+    # One without weight may be given some by a curriculum; what it is then drawn from is looked at then.
+    needed += [one.name for one in run.config.prompt_sets() if one.weight > 0 and not one.source]
     with run.index.read() as connection:
         for dataset_id in needed:
             if not datasets.segments_of(connection, dataset_id):

@@ -43,7 +43,19 @@ log = logging.getLogger(__name__)
 KIND = "journal"
 _CHECKSUM, _ENTRY_ID = "xxh3", "entry_id"
 _LONG = frozenset(
-    {"extents", "rows", "fates", "units", "carried", "kept", "seen", "readers", "retired", "metrics"}
+    {
+        "extents",
+        "rows",
+        "fates",
+        "units",
+        "carried",
+        "kept",
+        "seen",
+        "readers",
+        "retired",
+        "metrics",
+        "unit_ids",
+    }
 )
 
 

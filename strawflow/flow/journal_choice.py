@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from strawflow.flow.admission import told_runs
 from strawflow.flow.journal import EntryKind, Place, StoredEntry
 
 Line = tuple[str, str]
@@ -87,12 +88,18 @@ def consumers_in_order(
 
 
 def segments_in_order(
-    entries: Sequence[StoredEntry], dataset_id: str, *, next_seq: int, on_hole: Callable[[str], None]
+    entries: Sequence[StoredEntry],
+    dataset_id: str,
+    *,
+    next_seq: int,
+    is_met: Callable[[int, int], bool],
+    on_hole: Callable[[str], None],
 ) -> list[tuple[StoredEntry, bool]]:
     """Return a dataset's segments from `next_seq` on, and whether each is certain.
 
     Two files may have claimed one number, one of them killed before its transaction: the one that prompts were admitted
-    from has it, and the other is put behind all others, not certain. `on_hole` hears of a number that is missing.
+    from has it, of two that came with their admissions the one whose units were met; the other is put behind all others, not
+    certain. `on_hole` hears of a number that is missing.
     """
     claims: dict[int, list[StoredEntry]] = defaultdict(list)
     last_of: dict[str, StoredEntry] = {}
@@ -113,26 +120,47 @@ def segments_in_order(
         if not claimants:
             on_hole(f"dataset {dataset_id!r} has a segment after number {seq}, which is missing")
             break
-        winner = max(
-            claimants,
-            key=lambda e: (e.incarnation, _first_digest(e)[:32] in admitted[seq], e is claimants[0]),
-        )
+        winner = claimants[0]
+        if len(claimants) > 1:
+            winner = max(claimants, key=lambda e: _claim_on_segment(e, admitted[seq], is_met, claimants[0]))
         chosen.append((winner, True))
         # One of an earlier incarnation belongs to a future that a restore gave up.
         behind += [(e, False) for e in claimants if e is not winner and e.incarnation == winner.incarnation]
     return chosen + behind
 
 
+def _claim_on_segment(
+    entry: StoredEntry,
+    admitted: Mapping[str, Sequence[StoredEntry]],
+    is_met: Callable[[int, int], bool],
+    first: StoredEntry,
+) -> tuple[int, bool, bool, int, bool]:
+    """Return how good a claim on a segment's number is; `admitted` are the admissions from it, by digest of its rows."""
+    own = admitted.get(_first_digest(entry)[:32], ())
+    came_with_it = [a for a in own if "whole_segment" in a.head]
+    return (
+        entry.incarnation,
+        any(is_met(*run) for a in came_with_it for run in told_runs(a.body)),
+        bool(own),
+        # Of two that came with their admissions the later one found the number free.
+        max((a.at_ms for a in came_with_it), default=0),
+        entry is first,
+    )
+
+
 def _first_digest(entry: StoredEntry) -> str:
     return str(entry.body["extents"][0][1][0])
 
 
-def _segments_admitted_from(entries: Iterable[StoredEntry], dataset_id: str) -> dict[int, set[str]]:
-    admitted: dict[int, set[str]] = defaultdict(set)
+def _segments_admitted_from(
+    entries: Iterable[StoredEntry], dataset_id: str
+) -> dict[int, dict[str, list[StoredEntry]]]:
+    """Return {segment number: {digest of its first extent: the admissions from it}}."""
+    admitted: dict[int, dict[str, list[StoredEntry]]] = defaultdict(lambda: defaultdict(list))
     for entry in entries:
         if entry.kind is EntryKind.ADMISSION and entry.head["dataset"] == dataset_id:
             for seq, _, digest in entry.head["read"]:
-                admitted[seq].add(digest)
+                admitted[seq][digest].append(entry)
     return admitted
 
 
@@ -166,7 +194,7 @@ def admissions_in_order(
                 candidates,
                 key=lambda e: (
                     e.incarnation,
-                    is_met(int(e.head["first_unit_id"]), int(e.head["count"])),
+                    any(is_met(first, count) for first, count in told_runs(e.body)),
                     tuple(e.head["after"]) in following,
                 ),
             )

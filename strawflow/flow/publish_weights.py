@@ -126,7 +126,7 @@ def _admit_evaluation(
         raise _AdmitAgainError from error
     if units.has_epoch(connection, run.branch, purpose="eval", epoch=version.step):
         raise _AdmitAgainError
-    units.admit(connection, run.branch, evaluation, first_id=first_id)
+    units.admit(connection, run.branch, evaluation, ids=range(first_id, first_id + len(evaluation)))
     events.record(
         connection,
         "evaluation.admitted",

@@ -13,7 +13,7 @@ Which entries are believed is flow.journal_choice's part, how an index takes its
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
@@ -26,7 +26,7 @@ from strawflow.config import RunConfig, SamplingProfile
 from strawflow.errors import ConflictError, CorruptPackError
 from strawflow.flow import history_again, inherit, journal, returned
 from strawflow.flow import journal_choice as choice
-from strawflow.flow.admit import Schedule, cursor_fields, take_rows
+from strawflow.flow.admission import Schedule, cursor_fields, take_rows, take_segment, told_ids
 from strawflow.flow.assemble import UNIT_FAILED
 from strawflow.flow.branch import inherit_cursors, inherit_drops
 from strawflow.flow.found_lines import Lines, manifests_of, read_manifests
@@ -34,6 +34,7 @@ from strawflow.flow.found_packs import FoundPacks, Loss
 from strawflow.flow.found_progress import FoundProgress
 from strawflow.flow.found_results import FoundGroup, groups_of
 from strawflow.flow.journal import Entry, EntryKind, ExtentRef, StoredEntry
+from strawflow.flow.mixer import Mixture
 from strawflow.flow.run import ACTIVE_BRANCH, MAIN_BRANCH, TRAINER
 from strawflow.ids import Extent, new_id
 from strawflow.index import (
@@ -43,12 +44,13 @@ from strawflow.index import (
     continuations,
     datasets,
     meta,
+    mixtures,
     reconstruction,
     returns,
     units,
 )
 from strawflow.index.continuations import SavedRecord
-from strawflow.index.datasets import Cursor
+from strawflow.index.datasets import Cursor, Segment
 from strawflow.index.engine import Connection
 from strawflow.index.reconstruction import FoundResult
 from strawflow.packs.scan import FOLDER
@@ -201,7 +203,7 @@ class _Work:
         for dataset_id in sorted(named):
             next_seq = datasets.next_segment_seq(self.connection, dataset_id)
             found = choice.segments_in_order(
-                self.entries, dataset_id, next_seq=next_seq, on_hole=self._on_hole
+                self.entries, dataset_id, next_seq=next_seq, is_met=self._is_met, on_hole=self._on_hole
             )
             for entry, is_certain in found:
                 self._add_segment(entry, is_certain=is_certain)
@@ -292,8 +294,9 @@ class _Work:
     def _admissions(self, branch_id: str) -> None:
         for dataset_id in reconstruction.datasets_of(self.connection):
             cursor = datasets.cursor(self.connection, branch_id, dataset_id)
+            segments = datasets.segments_of(self.connection, dataset_id)
             for entry in choice.admissions_in_order(
-                self.entries,
+                [e for e in self.entries if not self._is_of_other_rows(e, dataset_id, segments)],
                 branch_id,
                 dataset_id,
                 cursor=cursor_fields(cursor),
@@ -305,6 +308,17 @@ class _Work:
                     break
                 cursor = moved
 
+    def _is_of_other_rows(self, entry: StoredEntry, dataset_id: str, segments: Sequence[Segment]) -> bool:
+        """Tell whether an admission came with rows of its own, and its dataset has others in their place."""
+        head = entry.head
+        seq = head.get("whole_segment")
+        if entry.kind is not EntryKind.ADMISSION or head["dataset"] != dataset_id or seq is None:
+            return False
+        if seq >= len(segments):
+            return True
+        digest = datasets.first_digest(self.connection, segments[seq].segment_id).hex()
+        return bool(head["read"][0][2] != digest)
+
     def _admit(self, branch_id: str, cursor: Cursor, entry: StoredEntry) -> Cursor | None:
         head = entry.head
         purpose, profile = head["purpose"], head["profile"]
@@ -315,26 +329,31 @@ class _Work:
             )
             return None
         schedule = Schedule.from_fields(head.get("schedule", {}))
-        new, moved = take_rows(
-            cursor,
-            segments,
-            head["count"],
-            seed=self.config.run.seed,
-            make=schedule.maker(purpose, profile),
-        )
+        make = schedule.maker(purpose, profile)
+        if "whole_segment" in head:
+            new, moved = take_segment(cursor, segments[-1], make=make)
+        else:
+            new, moved = take_rows(cursor, segments, head["count"], seed=self.config.run.seed, make=make)
         if cursor_fields(moved) != head["after"] or len(segments) != head["num_segments"]:
             self._on_hole(
                 f"the admission of {head['count']} units from dataset {cursor.dataset_id!r} does not lead where the "
                 "journal says: segments are missing, or config.json was changed"
             )
             return None
-        units.admit(self.connection, branch_id, new, first_id=head["first_unit_id"])
+        units.admit(self.connection, branch_id, new, ids=told_ids(entry.body))
         datasets.cursor_for_update(self.connection, branch_id, cursor.dataset_id)
         datasets.move_cursor(self.connection, branch_id, moved, expected_version=cursor.version)
         if (state := head.get("source_state")) is not None:
             datasets.put_source_state(self.connection, branch_id, cursor.dataset_id, state)
+        self._draws_go_on(branch_id, head.get("mixture"))
         self.report.num_units += len(new)
         return moved
+
+    def _draws_go_on(self, branch_id: str, told: str | None) -> None:
+        """Take up what draws by weight go on from; of the admissions of several sets the last drawn tells it."""
+        stored = Mixture.from_text(mixtures.find(self.connection, branch_id))
+        if told is not None and Mixture.from_text(told).version > stored.version:
+            mixtures.put(self.connection, branch_id, told)
 
     def _is_met(self, first_id: int, count: int) -> bool:
         at = np.searchsorted(self._unit_ids_met, first_id)
@@ -495,7 +514,7 @@ class _Work:
         for entry in self.entries:
             head = entry.head
             if entry.kind is EntryKind.ADMISSION:
-                ends.append(head["first_unit_id"] + head["count"] - 1)
+                ends.append(told_ids(entry.body)[-1])
             elif entry.kind is EntryKind.WEIGHTS:
                 ends.append(head["evaluation"]["first_unit_id"] + head["evaluation"]["count"] - 1)
             elif entry.kind in (EntryKind.BRANCH, EntryKind.CONSUMER) and "first_unit_id" in head:

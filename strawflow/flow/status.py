@@ -14,10 +14,11 @@ from typing import Any
 import pyarrow as pa
 
 from strawflow.errors import CorruptPackError, NotFoundError, StorageError
-from strawflow.flow import evaluation, quota, retire
+from strawflow.flow import evaluation, mixture, quota, retire
 from strawflow.flow.chain import read_chains
 from strawflow.flow.evaluation import EvalResult
 from strawflow.flow.index_place import SWEEP_BLOCKED
+from strawflow.flow.mixture import SetStanding
 from strawflow.flow.placed import read_extent
 from strawflow.flow.run import Run
 from strawflow.ids import Extent
@@ -111,6 +112,8 @@ class RunStatus:
     consumers: tuple[Consumer, ...]
     """Every consumer of the branch, with its position and the last step planned for it."""
     datasets: tuple[DatasetSize, ...]
+    prompt_sets: dict[str, SetStanding]
+    """What is trained on, by dataset: the share that each set has now, what was admitted of it, its newest rewards."""
     units: tuple[UnitCount, ...]
     offered: dict[str, int]
     """Completed units waiting to be planned, by purpose."""
@@ -159,6 +162,7 @@ def snapshot(run: Run, *, num_events: int = 8, num_failed: int = 5) -> RunStatus
             progress=_progress(connection, run, newest, trained=steps[-1]["step"] if steps else 0),
             consumers=tuple(consumers.listed(connection, run.branch)),
             datasets=tuple(datasets.listed(connection, run.branch)),
+            prompt_sets=mixture.standings(connection, run),
             units=tuple(UnitCount(*key, count) for key, count in sorted(counts.items())),
             offered=consumers.num_offered(connection, run.branch, run.consumer),
             num_failed=sum(n for (_, state), n in counts.items() if state == UnitState.FAILED),
@@ -332,6 +336,8 @@ class UnitDetail:
     """One unit, opened."""
 
     unit: Unit
+    dataset: str
+    """Of its prompt."""
     prompt: dict[str, Any] | None
     """None when its bytes are damaged."""
     members: tuple[dict[str, Any], ...]
@@ -365,6 +371,7 @@ def unit_detail(run: Run, unit_id: int) -> UnitDetail:
             unit, fates = _from_history(retired)
         steps = {b.batch_id: b.step for b in batches.listed(connection, unit.branch_id, run.consumer)}
         history = events.of_unit(connection, unit_id, limit=50)
+        dataset = datasets.of_segments(connection, [unit.segment_id]).get(unit.segment_id, "")
         places = [
             p for p in datasets.segment_extent_ids(connection, unit.segment_id) if p[0] <= unit.position
         ]
@@ -379,6 +386,7 @@ def unit_detail(run: Run, unit_id: int) -> UnitDetail:
     given = _given(run, reader, unit)
     return UnitDetail(
         unit=unit,
+        dataset=dataset,
         prompt=prompt,
         members=tuple(_member(row) for row in given.to_pylist()),
         fates=tuple(

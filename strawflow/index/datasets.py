@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -249,6 +249,8 @@ def insert_cursor(connection: Connection, branch_id: str, cursor: Cursor) -> Non
     connection.execute(sa.insert(t.cursors).values(branch_id=branch_id, **cursor.__dict__))
 
 
+MIXTURE = "mixture/"
+"""Begins the key in meta of what draws by weight go on from; the branch follows (index.mixtures)."""
 _SOURCE_STATE = "source_state"
 
 
@@ -269,25 +271,21 @@ def put_source_state(connection: Connection, branch_id: str, dataset_id: str, st
 
 def num_unadmitted(connection: Connection, branch_id: str, dataset_id: str) -> int:
     """Return how many rows of the dataset the branch has not admitted once; 0 when there is no such dataset."""
-    rows = connection.execute(
-        sa.select(sa.func.coalesce(sa.func.sum(t.segments.c.num_rows), 0)).where(
-            t.segments.c.dataset_id == dataset_id
-        )
-    ).scalar_one()
-    return max(0, int(rows) - num_admitted(connection, branch_id, dataset_id))
+    return max(0, num_rows_if_any(connection, dataset_id) - num_admitted(connection, branch_id, dataset_id))
 
 
 def standing(connection: Connection, branch_id: str) -> tuple[str, int]:
     """Return the branch's cursors as a JSON list of objects with the fields of `Cursor`, and `source_state` where a source
-    has one, and the last unit admitted.
+    has one, and the last unit admitted. An object with the one field `mixture` tells what draws by weight go on from.
 
     One statement, so that no admission comes between them.
     """
     last = sa.select(sa.func.coalesce(sa.func.max(t.units.c.unit_id), 0)).scalar_subquery()
-    one = sa.select(last.label("last_unit_id")).subquery()
+    drawn = sa.select(t.meta.c.value).where(t.meta.c.key == MIXTURE + branch_id).scalar_subquery()
+    one = sa.select(last.label("last_unit_id"), drawn.label("mixture")).subquery()
     c, m = t.cursors.c, t.meta.c
     rows = connection.execute(
-        sa.select(one.c.last_unit_id, t.cursors, m.value.label(_SOURCE_STATE))
+        sa.select(one.c.last_unit_id, one.c.mixture, t.cursors, m.value.label(_SOURCE_STATE))
         .select_from(
             one.outerjoin(t.cursors, c.branch_id == branch_id).outerjoin(
                 t.meta, m.key == _state_key(c.branch_id, c.dataset_id)
@@ -296,11 +294,40 @@ def standing(connection: Connection, branch_id: str) -> tuple[str, int]:
         .order_by(c.dataset_id)
     ).all()
     fields = tuple(Cursor.__dataclass_fields__)
-    found = [{name: getattr(row, name) for name in fields} for row in rows if row.dataset_id is not None]
+    found: list[dict[str, Any]] = [
+        {name: getattr(row, name) for name in fields} for row in rows if row.dataset_id is not None
+    ]
     for fields_of, row in zip(found, rows, strict=False):
         if row.source_state is not None:
             fields_of[_SOURCE_STATE] = row.source_state
+    if rows[0].mixture is not None:
+        found.append({"mixture": rows[0].mixture})
     return json.dumps(found, separators=(",", ":")), int(rows[0].last_unit_id)
+
+
+def of_segments(connection: Connection, segment_ids: Iterable[int]) -> dict[int, str]:
+    """Return the dataset of each segment."""
+    wanted = sorted(set(segment_ids))
+    found: dict[int, str] = {}
+    for at in range(0, len(wanted), 500):
+        rows = connection.execute(
+            sa.select(t.segments.c.segment_id, t.segments.c.dataset_id).where(
+                t.segments.c.segment_id.in_(wanted[at : at + 500])
+            )
+        )
+        found.update((row.segment_id, row.dataset_id) for row in rows)
+    return found
+
+
+def num_rows_if_any(connection: Connection, dataset_id: str) -> int:
+    """Return the dataset's size, 0 where there is none."""
+    return int(
+        connection.execute(
+            sa.select(sa.func.coalesce(sa.func.sum(t.segments.c.num_rows), 0)).where(
+                t.segments.c.dataset_id == dataset_id
+            )
+        ).scalar_one()
+    )
 
 
 def num_rows(connection: Connection, dataset_id: str) -> int:
@@ -311,13 +338,7 @@ def num_rows(connection: Connection, dataset_id: str) -> int:
     """
     if connection.execute(sa.select(t.datasets).where(t.datasets.c.dataset_id == dataset_id)).first() is None:
         raise NotFoundError(f"there is no dataset {dataset_id!r}; enqueue prompts first")
-    return int(
-        connection.execute(
-            sa.select(sa.func.coalesce(sa.func.sum(t.segments.c.num_rows), 0)).where(
-                t.segments.c.dataset_id == dataset_id
-            )
-        ).scalar_one()
-    )
+    return num_rows_if_any(connection, dataset_id)
 
 
 @dataclass(frozen=True)

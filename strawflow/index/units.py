@@ -130,13 +130,13 @@ _ADMIT = Prepared(
 )
 
 
-def admit(connection: Connection, branch_id: str, units: Sequence[NewUnit], *, first_id: int) -> None:
-    """Insert ready units, numbered from `first_id`; the unique key (branch, profile, segment, epoch, position)
-    forbids a second admission."""
+def admit(connection: Connection, branch_id: str, units: Sequence[NewUnit], *, ids: Sequence[int]) -> None:
+    """Insert ready units under these ids; the unique key (branch, profile, segment, epoch, position) forbids a second
+    admission."""
     for at in range(0, len(units), 5000):
         rows = [
             (
-                first_id + at + number,
+                unit_id,
                 u.purpose,
                 u.profile,
                 u.segment_id,
@@ -147,7 +147,7 @@ def admit(connection: Connection, branch_id: str, units: Sequence[NewUnit], *, f
                 u.scheduling_key,
                 u.delay_s,
             )
-            for number, u in enumerate(units[at : at + 5000])
+            for unit_id, u in zip(ids[at : at + 5000], units[at : at + 5000], strict=True)
         ]
         _ADMIT.count(connection, branch_id=branch_id, rows=rows_value(rows))
 

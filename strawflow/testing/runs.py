@@ -26,6 +26,7 @@ from strawflow.flow.assemble import BatchPlan, PackedMicroBatch
 from strawflow.flow.claim import Grant, PromptShelf
 from strawflow.flow.complete import Receipt
 from strawflow.flow.consume import Resumption
+from strawflow.flow.mixture import NO_HOOKS, Hooks
 from strawflow.flow.run import Run, create_run, write_durably
 from strawflow.flow.session import WorkerSession
 from strawflow.flow.trajectory import PARTIAL, Member, UnitResult, failed_member
@@ -76,6 +77,8 @@ class SmallRun:
     sessions: dict[str, WorkerSession] = field(default_factory=dict)
     roles: dict[str, Role] = field(default_factory=dict)
     resumption: Resumption | None = None
+    hooks: Hooks = NO_HOOKS
+    """What an admission calls."""
 
     def __enter__(self) -> SmallRun:
         return self
@@ -137,7 +140,7 @@ class SmallRun:
             self.session("train"), role, step=step, version_id=version_id, digest=digest
         )
         if admit_due:
-            admit.admit_due(self.session("train"))
+            admit.admit_due(self.session("train"), self.hooks)
         return version_id
 
     def serving(self) -> str | None:

@@ -14,8 +14,10 @@ tests/contract/test_state_machine.py). Needs the package hypothesis.
 
 from __future__ import annotations
 
+import json
 import shutil
 import tempfile
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -42,7 +44,7 @@ from strawflow.flow.order import place_in_epoch
 from strawflow.flow.retry import retry_failed
 from strawflow.flow.session import WorkerSession
 from strawflow.flow.trajectory import Member
-from strawflow.index import checkpoints, consumers, leases, units
+from strawflow.index import checkpoints, consumers, datasets, leases, units
 from strawflow.states import UnitState
 from strawflow.store import Store, create
 from strawflow.store import open as open_store
@@ -61,7 +63,8 @@ from strawflow.testing.model import (
 from strawflow.worker import Worker
 
 MAX_ATTEMPTS = 3
-NUM_PROMPTS = 7
+SETS = {"prompts": (4, 3.0), "more": (3, 1.0)}
+"""Prompt sets: how many rows and which weight each has."""
 CONSUMERS = ("trainer", "export")
 """There from the start."""
 LATE = ("late", "later")
@@ -71,6 +74,28 @@ MAX_BRANCHES = 4
 
 PICK = st.integers(0, 11)
 """Which of the consumers that there are."""
+
+
+def _places(count: int) -> list[tuple[str, int, int]]:
+    """Return (set, epoch, row) of the first `count` prompts of a line: the set that lags its share most goes first."""
+    drawn: Counter[str] = Counter()
+    places = []
+    total = sum(weight for _, weight in SETS.values())
+    for number in range(1, count + 1):
+        # Of two sets the one that is owed more is the one that must go first.
+        name = max(SETS, key=lambda one: SETS[one][1] * number / total - drawn[one])
+        num_rows = SETS[name][0]
+        epoch, position = divmod(drawn[name], num_rows)
+        places.append(
+            (name, epoch, place_in_epoch(position, num_rows=num_rows, seed=3, epoch=epoch, segment_seq=0))
+        )
+        drawn[name] += 1
+    return places
+
+
+def _row_of_all(name: str, row: int) -> int:
+    """Return a row's number among those of all sets."""
+    return 100 * list(SETS).index(name) + row
 
 
 @dataclass
@@ -121,9 +146,11 @@ class StoreMachine(RuleBasedStateMachine):
             "rollout.max_attempts": str(MAX_ATTEMPTS),
             "lease.ttl_s": "3600",
             "lease.heartbeat_s": "3000",
+            "data.prompts": json.dumps([{"name": n, "weight": weight} for n, (_, weight) in SETS.items()]),
         }
-        prompts = [{"prompt": f"prompt {n}"} for n in range(NUM_PROMPTS)]
-        self.store: Store = create(self.folder / "run", prompts=prompts, settings=settings)
+        self.store: Store = create(self.folder / "run", settings=settings)
+        for name, (num_rows, _) in SETS.items():
+            self.store.enqueue([{"prompt": f"prompt {n}"} for n in range(num_rows)], dataset=name)
         for name in CONSUMERS:
             self.open_consumers[name] = self.store.consumer(name)
             self.consumers[name] = ModelConsumer()
@@ -153,16 +180,17 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 4))
     def admit(self, count: int) -> None:
-        """Prompts come in epoch order, each once an epoch."""
+        """Prompts come from each set by its weight and in epoch order, each once an epoch."""
         assert self.store.admit(count) == count
-        for unit_id in self._new_ids(count):
-            epoch, position = divmod(self.here.num_admitted, NUM_PROMPTS)
-            row = place_in_epoch(position, num_rows=NUM_PROMPTS, seed=3, epoch=epoch, segment_seq=0)
+        new = self._new_ids(count)
+        places = _places(self.here.num_admitted + count)[-count:]
+        for unit_id, (name, epoch, row) in zip(new, places, strict=True):
             with self.store.run.index.read() as connection:
                 unit = units.find(connection, unit_id)
-            assert (unit.epoch, unit.position) == (epoch, row)
-            self.units[unit_id] = ModelUnit((epoch, row))
-            self.here.num_admitted += 1
+                dataset = datasets.of_segments(connection, [unit.segment_id])[unit.segment_id]
+            assert (dataset, unit.epoch, unit.position) == (name, epoch, row)
+            self.units[unit_id] = ModelUnit((epoch, _row_of_all(name, row)))
+        self.here.num_admitted += count
 
     def _new_ids(self, count: int) -> list[int]:
         """Return the ids of units that the branch has and the model does not know yet, in order."""
@@ -551,12 +579,8 @@ class StoreMachine(RuleBasedStateMachine):
         """Every admitted prompt of the line is in one place for each consumer, whatever branches it came through."""
         if not hasattr(self, "store"):
             return
-        admitted = [divmod(number, NUM_PROMPTS) for number in range(self.here.num_admitted)]
-        rows = [
-            place_in_epoch(position, num_rows=NUM_PROMPTS, seed=3, epoch=epoch, segment_seq=0)
-            for epoch, position in admitted
-        ]
-        expected = sorted((epoch, row) for (epoch, _), row in zip(admitted, rows, strict=True))
+        admitted = _places(self.here.num_admitted)
+        expected = sorted((epoch, _row_of_all(name, row)) for name, epoch, row in admitted)
         for name in self.consumers:
             assert places_of(self.here, name) == expected, name
 

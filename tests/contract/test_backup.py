@@ -248,7 +248,8 @@ def fill(run: Run, num_units: int) -> None:
     """Admit many units straight into the index: rows for their number alone."""
     made = [NewUnit("train", "train", 1, 1000 + n // 10_000, n % 10_000) for n in range(num_units)]
     with run.index.begin() as connection:
-        units.admit(connection, run.branch, made, first_id=units.take_ids(connection, num_units))
+        first_id = units.take_ids(connection, num_units)
+        units.admit(connection, run.branch, made, ids=range(first_id, first_id + num_units))
 
 
 @pytest.mark.parametrize("index_url", ["sqlite"], indirect=True)

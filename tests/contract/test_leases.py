@@ -46,7 +46,7 @@ def make(tmp_path: Path, settings: dict[str, str]) -> Iterator[Make]:
 def admit_units(small: SmallRun, *new: NewUnit) -> list[int]:
     with small.run.index.begin() as connection:
         first = units.take_ids(connection, len(new))
-        units.admit(connection, small.run.branch, new, first_id=first)
+        units.admit(connection, small.run.branch, new, ids=range(first, first + len(new)))
     return list(range(first, first + len(new)))
 
 

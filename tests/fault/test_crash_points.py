@@ -6,6 +6,8 @@ import os
 import signal
 import subprocess
 import sys
+from collections import Counter
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -13,9 +15,12 @@ import pytest
 from strawflow.faults import POINTS
 from strawflow.flow import history
 from strawflow.flow.check import check
+from strawflow.flow.mixer import draw
 from strawflow.flow.run import is_run, open_run
+from strawflow.flow.status import unit_detail
+from strawflow.index import datasets, units
 from strawflow.testing.invariants import check_batches_unchanged, check_exactly_once
-from tests.fault.through_a_run import NUM_STEPS
+from tests.fault.through_a_run import NUM_STEPS, SETS
 
 WAYS = {
     "enqueue.before_commit": 1,
@@ -52,10 +57,10 @@ ELSEWHERE = {
 """Points of verbs that a run does not go through by itself, and where they are killed."""
 
 
-def life(folder: Path, index_url: str, fault: str = "") -> int:
+def life(folder: Path, index_url: str, fault: str = "", *more: str) -> int:
     """Run one process through the run; returns its exit status."""
     return subprocess.run(
-        [sys.executable, "-m", "tests.fault.through_a_run", str(folder), index_url],
+        [sys.executable, "-m", "tests.fault.through_a_run", str(folder), index_url, *more],
         env={**os.environ, "STRAWFLOW_FAULT": fault},
         cwd=Path(__file__).parents[2],
         timeout=120,
@@ -101,7 +106,46 @@ def killed_at(point: str, tmp_path: Path, index_url: str, *, max_kills: int) -> 
     run.close()
 
 
+AT_ADMISSION = (
+    "journal.after_entry:4",
+    "admit.before_commit:1",
+    "admit.after_commit:1",
+    "admit.before_commit:1",
+)
+"""Where the process that admits from several prompt sets is killed, one life after another: the first three at its first
+admission, the last at its second."""
+
+
+@pytest.mark.parametrize(
+    "index_url", ["sqlite", pytest.param("postgresql", marks=pytest.mark.long)], indirect=True
+)
+def test_kills_around_admissions_from_several_prompt_sets_lose_and_double_nothing(
+    tmp_path: Path, index_url: str
+) -> None:
+    for fault, num_admitted in zip(AT_ADMISSION, (0, 0, 8, 8), strict=True):
+        assert life(tmp_path, index_url, fault, "mixed") == -signal.SIGKILL
+        with closing(open_run(tmp_path / "run")) as run, run.index.read() as connection:
+            assert len(units.listed(connection, run.branch, limit=100)) == num_admitted
+    assert life(tmp_path, index_url, "", "mixed") == 0
+    with closing(open_run(tmp_path / "run")) as run:
+        assert [b.step for b in history.batches(run)] == list(range(1, NUM_STEPS + 1))
+        check_exactly_once(run, finished=True)
+        assert check(run).findings == []
+        with run.index.read() as connection:
+            found = units.listed(connection, run.branch, limit=100)
+            dataset_of = datasets.of_segments(connection, (u.segment_id for u in found))
+            state = datasets.source_state(connection, run.branch, "made")
+        drawn = [dataset_of[u.segment_id] for u in found]
+        assert drawn == draw(SETS, {}, 12)[0]
+        places = {(u.segment_id, u.epoch, u.position) for u in found}
+        assert len(places) == len(found)
+        assert Counter(u.epoch for u in found if dataset_of[u.segment_id] == "words") == {0: 3}
+        prompts = [unit_detail(run, u.unit_id).prompt for u in found if dataset_of[u.segment_id] == "made"]
+        assert [p["prompt"] for p in prompts if p] == ["made 0", "made 1", "made 2"]
+        assert state == "3"
+
+
 def test_every_crash_point_is_killed_somewhere() -> None:
-    assert WAYS.keys() | ELSEWHERE.keys() == POINTS
+    assert WAYS.keys() | ELSEWHERE.keys() | {fault.partition(":")[0] for fault in AT_ADMISSION} == POINTS
     for point, place in ELSEWHERE.items():
         assert point in (Path(__file__).parents[1] / place).read_text(), f"{point} is not in {place}"

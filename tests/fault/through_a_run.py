@@ -1,37 +1,64 @@
 """The child of test_crash_points: goes through a small run from wherever it stands to its third step, and ends.
 
-python -m tests.fault.through_a_run FOLDER [INDEX_URL]
+python -m tests.fault.through_a_run FOLDER [INDEX_URL [mixed]]
+
+`mixed` draws its prompts from two files and a data source, by weight.
 """
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from strawflow.flow import admit, consume, publish_weights, rescue
+from strawflow.flow.mixture import Hooks, Order
 from strawflow.flow.run import create_run, is_run, open_run
 from strawflow.testing.runs import SmallRun, prompt_lines, small_config
 
 NUM_STEPS = 3
 
 
-def main(folder: Path, index_url: str = "") -> None:
-    root, prompts = folder / "run", folder / "prompts.jsonl"
+SETS = {"prompts": 2.0, "words": 1.0, "made": 1.0}
+"""Prompt sets of a mixed run and their weights."""
+
+
+def counts_up(order: Order, state: Any) -> tuple[Sequence[Mapping[str, Any]], Any]:
+    """The prompts of `made`: its state is the next number."""
+    first = state or 0
+    return [{"prompt": f"made {n}"} for n in range(first, first + order.count)], first + order.count
+
+
+def prompt_sets() -> str:
+    """Return what `data.prompts` of a mixed run is."""
+    own = {"made": {"source": "tests.fault.through_a_run:counts_up"}}
+    return json.dumps([{"name": name, "weight": w, **own.get(name, {})} for name, w in SETS.items()])
+
+
+def main(folder: Path, index_url: str = "", mixed: str = "") -> None:
+    root, prompts, words = folder / "run", folder / "prompts.jsonl", folder / "words.jsonl"
     if not is_run(root):
         settings = {"run.index_url": index_url, "lease.ttl_s": "3600", "lease.heartbeat_s": "3000"}
+        if mixed:
+            settings["data.prompts"] = prompt_sets()
+            words.write_text(prompt_lines(3, first=100), encoding="utf-8")
         create_run(root, small_config(settings)).close()
         prompts.write_text(prompt_lines(16), encoding="utf-8")
-    with SmallRun(open_run(root)) as small:
+    with SmallRun(open_run(root), hooks=Hooks(sources={"made": counts_up})) as small:
         rescue.declare_dead_processes_lost(small.run)
         rescue.recover_packs(small.session("rescue"))
         small.enqueue(prompts)
+        if mixed:
+            small.enqueue(words, dataset="words")
         small.trainer()
         assert small.resumption is not None
         position = small.resumption.step
         if publish_weights.published_version(small.run, position) is None:
             small.publish(position)
         for step in range(position + 1, NUM_STEPS + 1):
-            admit.admit_due(small.session("rollout"))
+            admit.admit_due(small.session("rollout"), small.hooks)
             small.sample()
             if consume.batch_of_step(small.run, step) is None:
                 assert small.plan() is not None

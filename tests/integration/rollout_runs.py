@@ -40,6 +40,7 @@ def make_run(
     steps: int = 2,
     prompts: int | None = None,
     storage: dict[str, Any] | None = None,
+    data: dict[str, Any] | None = None,
     **rollout: Any,
 ) -> Run:
     """Create a run in `folder` with prompts for `steps` steps of `NUM_UNITS` groups (or `prompts`), and so many of each evaluated
@@ -61,6 +62,7 @@ def make_run(
             },
             "assemble": assemble or {},
             "storage": storage or {},
+            "data": data or {},
             "eval": evaluate or {},
             "trainer": {"steps": steps},
         }

@@ -16,7 +16,7 @@ from strawflow.flow import complete as completing
 from strawflow.flow import rescue
 from strawflow.flow.run import create_run
 from strawflow.index import tables, weights
-from strawflow.testing.runs import SmallRun, made_up_result, small_config, small_run
+from strawflow.testing.runs import SmallRun, made_up_result, prompt_lines, small_config, small_run
 from tests.conftest import CliResult
 
 Cli = Callable[..., CliResult]
@@ -44,6 +44,42 @@ def fail_unit(small: SmallRun, error: str = "the engine closed the connection") 
         unit_id = grant.unit_id
         completing.fail(session, unit_id, fence=grant.fence, error=error)
     return unit_id
+
+
+@pytest.fixture
+def mixed(tmp_path: Path) -> Iterator[SmallRun]:
+    """A run of two prompt sets, 3 to 1, with one step trained."""
+    settings = {"data.prompts": "sums.jsonl:3,words.jsonl:1"}
+    with SmallRun(create_run(tmp_path / "mixed", small_config(settings))) as made:
+        for name, first in (("sums", 0), ("words", 100)):
+            path = tmp_path / f"{name}.jsonl"
+            path.write_text(prompt_lines(8, first=first), encoding="utf-8")
+            made.enqueue(path, dataset=name)
+        made.publish(0)
+        made.advance(1)
+        yield made
+
+
+# ---- prompt sets
+
+
+def test_units_say_from_which_prompt_set_they_come_and_status_counts_by_set(
+    cli: Cli, mixed: SmallRun
+) -> None:
+    listed = cli("unit", "list", mixed.run.root, "--json").json
+    assert [u["dataset"] for u in listed[:4]] == ["sums", "sums", "words", "sums"]
+    assert "words" in cli("unit", "list", mixed.run.root).out
+    of_words = listed[2]["unit_id"]
+    assert cli("unit", "show", mixed.run.root, of_words, "--json").json["dataset"] == "words"
+    assert "of dataset words" in cli("unit", "show", mixed.run.root, of_words).out
+    seen = status_of(cli, mixed)["prompt_sets"]
+    assert {name: (s["weight"], s["num_admitted"], s["num_rows"]) for name, s in seen.items()} == {
+        "sums": (0.75, 9, 8),
+        "words": (0.25, 3, 8),
+    }
+    assert seen["sums"]["epoch"] == 1
+    assert (seen["sums"]["num_groups"], seen["sums"]["mean_reward"]) == (6, 0.5)
+    assert "9 admitted, weight 75.0%, mean reward 0.5" in cli("status", mixed.run.root).out
 
 
 # ---- status

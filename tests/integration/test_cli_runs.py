@@ -165,6 +165,19 @@ def test_create_prints_what_to_type_next(cli: Cli) -> None:
     ]
 
 
+def test_prompt_sets_are_enqueued_each_to_its_own_dataset_and_to_no_other(cli: Cli, tmp_path: Path) -> None:
+    result = create(cli, "a", "--prompts", "sums.jsonl:0.7,puzzles=words.jsonl@[:2]:0.3")
+    assert result.out.splitlines()[2:4] == [
+        "  strawflow enqueue a sums.jsonl --dataset sums",
+        "  strawflow enqueue a words.jsonl@[:2] --dataset puzzles",
+    ]
+    (tmp_path / "sums.jsonl").write_text(prompt_lines(3), encoding="utf-8")
+    assert "3 rows added" in cli("enqueue", "a", "sums.jsonl", "--dataset", "sums").out
+    refused = cli("enqueue", "a", "sums.jsonl")
+    assert refused.code == 2
+    assert "it has sums, puzzles, demonstrations" in refused.err
+
+
 def test_an_existing_run_is_refused_naming_resume_and_fresh_makes_it_anew(cli: Cli, tmp_path: Path) -> None:
     create(cli, "a", "--run.seed", "1")
     again = cli("run", "create", "a", "--run.durability", "process")

@@ -107,7 +107,7 @@ def test_a_prompt_that_the_template_refuses_fails_alone_and_the_others_go_on(
         with run.index.begin() as connection:
             segment = datasets.segments_of(connection, admit.PROMPTS)[-1]
             poison = units.NewUnit("train", "train", segment.segment_id, 0, 0, priority=5)
-            units.admit(connection, run.branch, [poison], first_id=units.take_ids(connection, 1))
+            units.admit(connection, run.branch, [poison], ids=[units.take_ids(connection, 1)])
     rows = run_until(run, NUM_UNITS)
     assert len(rows) == NUM_UNITS * NUM_SAMPLES
     with run.index.read() as connection:

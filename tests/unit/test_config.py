@@ -20,6 +20,7 @@ from strawflow.config import (
 )
 from strawflow.errors import ConfigError
 from strawflow.eval_datasets import EvalDataset
+from strawflow.prompt_sets import PromptSet
 
 
 @pytest.fixture
@@ -94,6 +95,8 @@ def another(name: str, default: Any) -> tuple[str, Any]:
     }
     if name == "rollout.stop_token_ids":
         return "[5, 7]", (5, 7)
+    if name == "data.prompts":
+        return "sums.jsonl:2", (PromptSet(name="sums", path="sums.jsonl", weight=2.0),)
     if name == "eval.datasets":
         whole = {"samples_per_prompt": 2, "greedy": False, "max_response_tokens": 9, "reward": "exact"}
         entry = {"name": "sums", **whole, "reward_shape": "raw"}

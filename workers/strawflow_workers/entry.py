@@ -90,6 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     hook = verbs.add_parser("hook")
     hook.add_argument("path")
     hook.add_argument("--kind")
+    hook.add_argument("--sets", default="easy,hard")
     hook.add_argument("--json", action="store_true")
     quickstart = verbs.add_parser("quickstart")
     quickstart.add_argument("--run", type=Path)

@@ -43,6 +43,7 @@ from strawflow_workers.drain import Drain
 from strawflow_workers.rollout.demonstrations import demonstration
 from strawflow_workers.rollout.engine import ServedEngine, saves_progress
 from strawflow_workers.rollout.generate import RolloutHooks, UnitGenerator
+from strawflow_workers.rollout.hooks.mixed import mixing_hooks
 from strawflow_workers.rollout.profile_rewards import ProfileRewards
 from strawflow_workers.rollout.sglang_client import EngineUnavailableError
 from strawflow_workers.rollout.tokens import PromptTokenizer
@@ -104,6 +105,7 @@ class RolloutLoop:
             ConfigError: a reward or hook cannot be used.
         """
         hooks = RolloutHooks.of(self._config, model_path=str(self._run.model_path))
+        self._mixing = mixing_hooks(self._config, model_path=str(self._run.model_path))
         version = await self._first_version()
         if version is None:
             return
@@ -159,7 +161,7 @@ class RolloutLoop:
 
         Admission comes before the look at the weights: what newer weights allow is never claimed for older ones.
         """
-        admit.admit_due(self._session)
+        admit.admit_due(self._session, self._mixing)
         target = publish_weights.version_to_serve(self._run)
         return _Seen(time.monotonic(), target, progress.standing(self._run))
 
@@ -358,7 +360,7 @@ class RolloutLoop:
             await self._blocking(lambda: rescue.rescue_expired(self._run))
             await self._blocking(lambda: eval_consumer.collect(self._run))
             if self._demonstrations_left:
-                await self._blocking(lambda: admit.admit_due(self._session))
+                await self._blocking(lambda: admit.admit_due(self._session, self._mixing))
                 self._seen = None  # what was admitted may be for newer weights
                 planned = (await self._blocking(lambda: progress.standing(self._run))).planned
                 self._demonstrations_left = planned < self._config.warm_start.steps

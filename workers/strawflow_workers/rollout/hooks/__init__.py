@@ -5,6 +5,8 @@ load.py        from a dotted path to a function whose parameters fit, or a Confi
 generated.py   calls the generate hook and makes stored members of what it returns
 filtered.py    calls the filters
 logged.py      calls the log hook
+mixed.py       calls the curriculum and data sources
 slime.py       takes functions that were written for slime's interfaces
+slime_source.py  the same of data source classes
 check.py       `strawflow hook check`: the contract test that users run on their own function
 """

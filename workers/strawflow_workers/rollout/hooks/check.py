@@ -13,7 +13,7 @@ import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from aiohttp import web
@@ -21,7 +21,8 @@ from aiohttp import web
 from strawflow.config import RunConfig
 from strawflow.errors import ConfigError, InvalidInputError
 from strawflow.flow.trajectory import Member, UnitResult, to_record_batch, with_every_token
-from strawflow_workers.rollout.hooks import slime
+from strawflow_workers.rollout.hooks import check_prompts, slime
+from strawflow_workers.rollout.hooks.check_prompts import Finding
 from strawflow_workers.rollout.hooks.filtered import checked_verdict
 from strawflow_workers.rollout.hooks.generated import checked_rollout, member_of
 from strawflow_workers.rollout.hooks.interfaces import (
@@ -42,15 +43,6 @@ BLOCKED_S = 1.0
 VERSION = "v000000-check"
 EOS = 256
 _RESPONSE = "The answer is 4."
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One requirement."""
-
-    requirement: str
-    holds: bool
-    told: str = ""
 
 
 class ByteTokenizer:
@@ -118,8 +110,8 @@ class CheckEngine:
         return web.json_response({"text": text, "output_ids": tokens, "meta_info": meta})
 
 
-def check(path: str, kind: str | None = None) -> list[Finding]:
-    """Return what holds of a hook and what does not, up to the first that the others rest on.
+def check(path: str, kind: str | None = None, *, sets: Sequence[str] = ("easy", "hard")) -> list[Finding]:
+    """Return what holds of a hook and what does not, up to the first that the others rest on; a curriculum is told of `sets`.
 
     Raises:
         ConfigError: no such kind, or the kind of the function cannot be told by its parameters.
@@ -137,6 +129,13 @@ def check(path: str, kind: str | None = None) -> list[Finding]:
             findings += _check_filter(lambda sample: hook(sample, _rollout()), [_sample(n) for n in (0, 1)])
         case "log":
             findings += _check_log(hook)
+        case "curriculum":
+            findings += check_prompts.check_curriculum(hook, sets)
+        case "data_source":
+            # Loaded anew each time, as by a worker that goes on where another ended.
+            findings += check_prompts.check_data_source(
+                hook, lambda: load(kind, path, slime.arguments(RunConfig()))
+            )
         case _:
             findings += _check_filter(hook, _groups())
     return findings
@@ -382,7 +381,7 @@ def _told(error: object) -> str:
 
 def check_command(arguments: argparse.Namespace) -> int:
     """Print what `check` finds; 0 where all of it holds."""
-    findings = check(arguments.path, arguments.kind)
+    findings = check(arguments.path, arguments.kind, sets=arguments.sets.split(","))
     is_sound = all(f.holds for f in findings)
     if arguments.json:
         print(

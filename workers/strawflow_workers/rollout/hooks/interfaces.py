@@ -175,6 +175,87 @@ class CompletedGroup:
         return [m.reward for m in self.members if m.reward is not None]
 
 
+@dataclass(frozen=True, kw_only=True)
+class PromptSetMetrics:
+    """How one prompt set stands."""
+
+    weight: float
+    """Its share by the weights of the last admission, or the configured ones before the first; those of all sets sum to 1."""
+    num_rows: int
+    """Rows enqueued; of a data source's set those it made so far."""
+    num_admitted: int
+    """Groups admitted on this branch, over all epochs."""
+    epoch: int
+    num_groups: int
+    """How many of the newest completed groups (of all sets together 8 batches' worth) are of this set."""
+    mean_reward: float | None
+    """Of these groups; None without any."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mix:
+    """What a curriculum says: how the groups of this admission are drawn."""
+
+    weights: Mapping[str, float]
+    """Of sets by name, relative to one another, from 0; sets left out have 0. One at least is above 0."""
+    state: Any = None
+    """JSON, at most 1 MiB: what the curriculum is given next time, stored with the groups of this admission."""
+    priorities: Mapping[str, int] = field(default_factory=dict)
+    """Of the groups of a set: higher is granted first; sets left out have that of their enqueue."""
+    difficulties: Mapping[str, Any] = field(default_factory=dict)
+    """For the data source of a set, as it is: `PromptRequest.difficulty`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptRequest:
+    """What a data source is asked for."""
+
+    name: str
+    """Of its prompt set."""
+    count: int
+    """How many prompts are wanted, at most."""
+    num_made: int
+    """How many of its prompts were admitted on this branch so far."""
+    step: int
+    """Of the newest published weights; 0 are those the run starts from."""
+    difficulty: Any = None
+    """What the curriculum said for this set; None without one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompts:
+    """What a data source made."""
+
+    rows: Sequence[Mapping[str, Any]]
+    """Each with `prompt` (text or chat messages) and, if wanted, `label` and `metadata` (a JSON object). Fewer than wanted where
+    there are no more now; the other sets go on meanwhile."""
+    state: Any = None
+    """JSON, at most 1 MiB: what it is given next time, stored in the transaction that admits the rows."""
+
+
+class Curriculum(Protocol):
+    """`rollout.curriculum`: called when groups are about to be admitted, in a thread of the worker: it may block, but the worker
+    leases and stores nothing meanwhile, and is taken for stuck after 10 minutes.
+
+    `step` is that of the newest published weights, `state` what it returned for the last admission of this branch, None before
+    the first. If another worker admits meanwhile, what it said is thrown away and it is asked again: what it remembers must be
+    in `state`. It goes back with a branch and comes back with a rebuild. What it raises ends the worker.
+    """
+
+    def __call__(self, step: int, sets: Mapping[str, PromptSetMetrics], state: Any) -> Mix: ...
+
+
+class DataSource(Protocol):
+    """`source` of a set in `data.prompts`: makes prompts as the run goes on, in a thread of the worker, as a curriculum.
+
+    Rows and state are stored in one transaction, or neither; then it is asked again from the state before, be it by another
+    worker: what it remembers must be in `state`, None at first. A prompt made twice is two prompts. It goes back with a branch
+    and comes back with a rebuild. What it raises ends the worker.
+    """
+
+    def __call__(self, request: PromptRequest, state: Any) -> Prompts: ...
+
+
 class GenerateHook(Protocol):
     """`rollout.generate`: one sample in; one segment, several that share a rollout, or a `Rollout` out."""
 

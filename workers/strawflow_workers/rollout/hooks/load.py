@@ -19,9 +19,16 @@ from typing import Any, cast
 
 from strawflow.config import RunConfig
 from strawflow.errors import ConfigError
-from strawflow_workers.rollout.hooks import slime
+from strawflow_workers.rollout.hooks import slime, slime_source
 from strawflow_workers.rollout.hooks.filtered import nonzero_deviation
-from strawflow_workers.rollout.hooks.interfaces import GenerateHook, GroupFilter, LogHook, SampleFilter
+from strawflow_workers.rollout.hooks.interfaces import (
+    Curriculum,
+    DataSource,
+    GenerateHook,
+    GroupFilter,
+    LogHook,
+    SampleFilter,
+)
 
 Function = Callable[..., Any]
 
@@ -50,6 +57,9 @@ class Kind:
         return f"expected is {', or '.join(shown)}{' as in slime' if self.adapter else ''}"
 
 
+DATA_SOURCES = "data.prompts"
+"""The setting that names data sources, each in a prompt set of its own."""
+
 KINDS: dict[str, Kind] = {
     "generate": Kind(
         "rollout.generate",
@@ -76,6 +86,8 @@ KINDS: dict[str, Kind] = {
         built_in=(("nonzero_deviation", nonzero_deviation),),
     ),
     "log": Kind("assemble.log", ("step", "rows", "metrics"), False),
+    "curriculum": Kind("rollout.curriculum", ("step", "sets", "state"), False),
+    "data_source": Kind(DATA_SOURCES, ("request", "state"), False, slime_source.data_source, ("args",)),
 }
 
 
@@ -99,14 +111,30 @@ def load_log(config: RunConfig) -> LogHook | None:
     return cast(LogHook | None, _configured("log", config))
 
 
+def load_curriculum(config: RunConfig) -> Curriculum | None:
+    """Return the curriculum of a configuration, None without one; raises ConfigError as `load`."""
+    return cast(Curriculum | None, _configured("curriculum", config))
+
+
+def load_data_sources(config: RunConfig, *, model_path: str = "") -> dict[str, DataSource]:
+    """Return the data sources of a configuration by prompt set; raises ConfigError as `load`."""
+    args = slime.arguments(config, model_path=model_path)
+    return {
+        one.name: cast(DataSource, load("data_source", one.source, args))
+        for one in config.prompt_sets()
+        if one.source
+    }
+
+
 def require(config: RunConfig) -> None:
     """Load every hook that a configuration names.
 
     Raises:
         ConfigError: one of them cannot be used.
     """
-    for kind in KINDS:
+    for kind in KINDS.keys() - {"data_source"}:
         _configured(kind, config)
+    load_data_sources(config)
 
 
 def _configured(kind: str, config: RunConfig, model_path: str = "") -> Function | None:
