@@ -138,6 +138,9 @@ class RolloutSection(Section):
     engine_urls: tuple[str, ...] = ()
     """Engines that run already, anywhere this run's weights folder can be read: one rollout worker is started for each, and
     none is started here. Each serves this run alone."""
+    quarantine_after: int = Field(default=3, ge=0)
+    """Groups in a row whose answers are garbage (log-probabilities or weights that cannot be) after which an engine is put in
+    quarantine; 0: never for that."""
     engine_args: tuple[str, ...] = ()
     """Further SGLang server flags, as they are."""
     engine_options: dict[str, str] = Field(default_factory=dict)

@@ -38,7 +38,7 @@ from strawflow.errors import (
 from strawflow.index import tables as t
 from strawflow.index.prepared import Direct, as_sqlalchemy_error
 
-REVISION = "0002"
+REVISION = "0004"
 """The migration this program works with; `strawflow index upgrade` brings an older index here."""
 
 _BUSY_TIMEOUT_S = 60

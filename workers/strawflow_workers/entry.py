@@ -65,6 +65,9 @@ def _parser() -> argparse.ArgumentParser:
         worker.add_argument("--die-with-parent", type=int, metavar="PID", help="end when this parent does")
         if verb == "rollout":
             worker.add_argument("--engine-url", help="use this running engine instead of starting one")
+            worker.add_argument(
+                "--slot", type=int, metavar="ID", help="be the worker of this engine of the run"
+            )
     supervise = verbs.add_parser("supervise")
     supervise.add_argument("run", type=Path)
     supervise.add_argument("--json", action="store_true")
@@ -122,7 +125,9 @@ def _rollout(arguments: argparse.Namespace) -> int:
     from strawflow_workers.rollout.loop import RolloutLoop
 
     def work(session: WorkerSession, drain: Drain) -> None:
-        asyncio.run(RolloutLoop(session, drain, engine_url=arguments.engine_url).run())
+        asyncio.run(
+            RolloutLoop(session, drain, engine_url=arguments.engine_url, slot_id=arguments.slot).run()
+        )
 
     return _work("rollout", arguments, work)
 

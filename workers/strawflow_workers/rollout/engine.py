@@ -3,7 +3,9 @@
 1. A version counts as served only after the engine itself reported it.
 2. Weights are loaded with nothing in flight, or while the engine is paused (policy `continue`); the engine then tells which
    token which weights sampled, and one that does not tell is never loaded so.
-3. A reload that failed, or an engine that reports other weights, ends the engine; a new one is started and asked again.
+3. A reload that was refused, an engine that reports other weights, or garbage in its answers to several units in a row
+   puts it in quarantine; it serves again after it answered `NUM_PROBES` probes soundly.
+4. A reload without an answer ends the engine; a new one is started and asked again.
 """
 
 from __future__ import annotations
@@ -19,16 +21,21 @@ import threading
 import time
 import urllib.request
 from pathlib import Path
-from typing import Protocol
+from typing import NoReturn, Protocol
 
-from strawflow.errors import ConfigError, ConflictError, EngineError
+from strawflow.errors import ConfigError, EngineError, EngineQuarantinedError
 from strawflow.flow import engines
 from strawflow.flow.session import WorkerSession
 from strawflow.ids import new_id
+from strawflow.index.slots import Slot
 from strawflow.index.weights import WeightVersion
+from strawflow.states import EngineState
 from strawflow.weights.verify import verify_weights
+from strawflow_workers.rollout.engine_trust import EngineTrust
 from strawflow_workers.rollout.sglang_client import (
     EngineResponseError,
+    EngineUnavailableError,
+    GarbageAnswerError,
     GenerateRequest,
     Generation,
     SglangClient,
@@ -36,6 +43,12 @@ from strawflow_workers.rollout.sglang_client import (
 from strawflow_workers.rollout.sglang_server import SglangOptions, SglangServer
 
 log = logging.getLogger(__name__)
+
+NUM_PROBES = 4
+"""Answers that an engine which was quarantined must give soundly before it serves again."""
+PROBE_TOKENS = 8
+NOTE_S = 5.0
+"""How often what was seen of an engine is stored."""
 
 
 class EngineProcess(Protocol):
@@ -151,9 +164,21 @@ def make_process(session: WorkerSession, *, model_path: Path, version_id: str) -
 class ServedEngine:
     """An engine process with its client; `serving` is what it last reported itself."""
 
-    def __init__(self, session: WorkerSession, *, num_connections: int, url: str | None = None) -> None:
+    def __init__(
+        self,
+        session: WorkerSession,
+        *,
+        num_connections: int,
+        url: str | None = None,
+        slot_id: int | None = None,
+    ) -> None:
+        """`slot_id` is the number of the engine that the run wants; without it this worker's own is noted, at `url` if given."""
         self._session = session
-        self._url = url
+        self._url, self._slot_id = url, slot_id
+        self._slot: Slot | None = None
+        self._trust = EngineTrust(session.run.config.rollout.quarantine_after)
+        self._quarantined: EngineQuarantinedError | None = None
+        self._noted_at = time.monotonic()
         self._num_connections = num_connections
         self._process: EngineProcess | None = None
         self._client: SglangClient | None = None
@@ -187,10 +212,14 @@ class ServedEngine:
 
         Raises:
             EngineError: it did not start, or serves something else.
+            EngineQuarantinedError: it is quarantined, now or before.
+            ConflictError: it serves another worker.
         """
         folder = self._session.run.root / version.path
-        if self._url is not None:
-            await asyncio.to_thread(self._require_free, self._url)
+        self._slot = await asyncio.to_thread(
+            engines.take, self._session, slot_id=self._slot_id, url=self._url
+        )
+        self._url = self._slot.url
         await self._tell(version.version_id, url="", build="starting")  # keeps its files from being removed
         await asyncio.to_thread(verify_weights, folder, version.digest)
         if self._url is None:
@@ -208,6 +237,9 @@ class ServedEngine:
             await self.reload(version)
         else:
             await self._report(reported, version)
+        if self._slot.strikes:
+            await self._probe_sound()
+        await asyncio.to_thread(engines.serve, self._session, self._slot.slot_id)
         if self._session.run.config.rollout.on_new_weights == "continue":
             self.can_continue = await self._probe_continue()
             if not self.can_continue:
@@ -221,16 +253,73 @@ class ServedEngine:
         Raises:
             EngineResponseError: other weights sampled one, it was aborted by others, or cannot be used.
             EngineUnavailableError: no answer.
+            EngineQuarantinedError: such answers came to be too many; nothing more is asked of it.
         """
+        self.require_trusted()
+        try:
+            found = await self._answered(request)
+        except GarbageAnswerError as error:
+            reason = self._trust.garbage(request.rid, error.reason)
+            if reason is not None:
+                await self._quarantine(reason)
+            raise
+        except EngineUnavailableError as error:
+            self._trust.error(error.message)
+            raise
+        self._trust.sound(num_tokens=sum(len(generation.output_ids) for generation in found))
+        return found
+
+    async def _answered(self, request: GenerateRequest) -> list[Generation]:
         served_from = len(self.served)
         found = await self.client.generate(request)
         allowed = set(self.served[max(0, served_from - 1) :])
         for generation in found:
             if (sampled := set(generation.weight_versions)) - allowed:
-                raise EngineResponseError(f"sampled from {sorted(sampled)}, asked of {self.serving}")
+                raise GarbageAnswerError(f"sampled from {sorted(sampled)}, asked of {self.serving}")
             if generation.finish_reason == "abort" and not self.is_interrupted:
                 raise EngineResponseError("the request was aborted")
         return found
+
+    def require_trusted(self) -> None:
+        """Raise EngineQuarantinedError when this engine was put in quarantine."""
+        if self._quarantined is not None:
+            raise self._quarantined
+
+    async def look_after(self) -> EngineState | None:
+        """Store now and then how the engine does; returns its state, in which an operator's decision shows. None: not started."""
+        if self._slot is None:
+            return None
+        slot_id = self._slot.slot_id
+        if time.monotonic() - self._noted_at >= NOTE_S:
+            self._noted_at, seen = time.monotonic(), self._trust.seen()
+            await asyncio.to_thread(
+                engines.note,
+                self._session,
+                slot_id,
+                num_garbage=seen.num_garbage,
+                tokens_per_s=seen.tokens_per_s,
+                last_error=seen.last_error,
+                serves_well=seen.serves_well,
+            )
+        return await asyncio.to_thread(engines.state_of, self._session.run, slot_id)
+
+    async def _quarantine(self, reason: str) -> NoReturn:
+        """Put this engine in quarantine, once, and raise that it is."""
+        if self._quarantined is None and self._slot is not None:
+            self._quarantined = EngineQuarantinedError(f"{self._slot.name} is quarantined: {reason}")
+            log.error("%s", self._quarantined)
+            await asyncio.to_thread(engines.quarantine, self._session, self._slot.slot_id, reason=reason)
+        assert self._quarantined is not None
+        raise self._quarantined
+
+    async def _probe_sound(self) -> None:
+        """Ask for some tokens before anything is granted: an engine that gave garbage must show that it gives none now."""
+        params = {"max_new_tokens": PROBE_TOKENS, "temperature": 1.0}
+        for _ in range(NUM_PROBES):
+            try:
+                await self._answered(GenerateRequest(input_ids=[0], sampling_params=params))
+            except EngineResponseError as error:
+                await self._quarantine(f"its answer to a probe: {error.reason}")
 
     async def reload(self, version: WeightVersion) -> None:
         """Load another version and check that the engine reports it.
@@ -262,7 +351,10 @@ class ServedEngine:
 
     async def _load(self, version: WeightVersion) -> None:
         folder = self._session.run.root / version.path
-        await self.client.update_weights_from_disk(folder, version.version_id)
+        try:
+            await self.client.update_weights_from_disk(folder, version.version_id)
+        except EngineResponseError as error:
+            await self._quarantine(error.reason)
         await self._report(await self.client.weight_version(), version)
 
     async def _probe_continue(self) -> bool:
@@ -277,14 +369,6 @@ class ServedEngine:
             return False
         return answer.tells_spans
 
-    def _require_free(self, url: str) -> None:
-        holders = [e.session_id for e in engines.listed(self._session.run) if e.url == url.rstrip("/")]
-        if set(holders) - {self._session.session_id}:
-            raise ConflictError(
-                f"the engine at {url} serves another worker already; an engine has one, which loads its weights",
-                session_id=holders[0],
-            )
-
     async def stop(self) -> None:
         if self._client is not None:
             if self._url is not None:  # it lives on: nobody waits for these answers any more
@@ -296,10 +380,8 @@ class ServedEngine:
 
     async def _report(self, reported: str, expected: WeightVersion) -> None:
         if reported != expected.version_id:
-            raise EngineError(
-                f"the engine reports weights {reported!r} after it was given {expected.version_id!r}; "
-                "it is stopped and started again",
-                engine_id=self.engine_id,
+            await self._quarantine(
+                f"it reports weights {reported!r} after it was given {expected.version_id!r}"
             )
         await self._tell(reported)
         if self.served[-1:] != [reported]:

@@ -37,6 +37,7 @@ from strawflow.flow.trajectory import PARTIAL, UnitResult
 from strawflow.ids import new_id
 from strawflow.index.leases import Wanted
 from strawflow.index.weights import WeightVersion
+from strawflow.states import EngineState
 from strawflow_workers.drain import Drain
 from strawflow_workers.rollout.demonstrations import demonstration
 from strawflow_workers.rollout.engine import ServedEngine
@@ -76,13 +77,21 @@ class _Seen:
 class RolloutLoop:
     """Work until everything is planned and evaluated, or the worker is told to drain."""
 
-    def __init__(self, session: WorkerSession, drain: Drain, *, engine_url: str | None = None) -> None:
-        """`engine_url` names an engine that runs already; without it the worker starts one of its own."""
+    def __init__(
+        self,
+        session: WorkerSession,
+        drain: Drain,
+        *,
+        engine_url: str | None = None,
+        slot_id: int | None = None,
+    ) -> None:
+        """`slot_id` is the number of an engine that the run wants. `engine_url` names one that runs already; without both the
+        worker starts one of its own."""
         self._session, self._drain = session, drain
         self._run = session.run
         self._config = session.run.config
         self._shelf = PromptShelf(session)
-        self._engine = ServedEngine(session, num_connections=1024, url=engine_url)
+        self._engine = ServedEngine(session, num_connections=1024, url=engine_url, slot_id=slot_id)
         self._in_flight: dict[asyncio.Task[UnitResult], Grant] = {}
         self._finished: list[UnitResult] = []
         self._broken_off: list[UnitResult] = []
@@ -136,6 +145,7 @@ class RolloutLoop:
 
     async def _serve(self) -> bool:
         """One round with a ready engine; True when something moved."""
+        self._engine.require_trusted()
         if not self._engine.alive():
             raise EngineError("the engine's process ended; this worker starts again with a new one")
         await self._gather_done()
@@ -209,6 +219,7 @@ class RolloutLoop:
 
     async def _settle(self, task: asyncio.Task[UnitResult], grant: Grant) -> None:
         error = task.exception()
+        self._engine.require_trusted()  # what it said last is not believed either
         if error is None:
             self._failures_in_a_row = 0
             await self._sort(task.result(), grant)
@@ -320,6 +331,8 @@ class RolloutLoop:
     async def _upkeep(self) -> None:
         if time.monotonic() - self._upkeep_at >= UPKEEP_S:
             self._upkeep_at = time.monotonic()
+            if await self._engine.look_after() in (EngineState.DRAINING, EngineState.GONE):
+                self._drain.request()
             await self._blocking(lambda: rescue.rescue_expired(self._run))
             await self._blocking(lambda: eval_consumer.collect(self._run))
             if self._demonstrations_left:

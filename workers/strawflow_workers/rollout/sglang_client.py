@@ -42,6 +42,12 @@ class EngineResponseError(EngineError):
         return self.message
 
 
+class GarbageAnswerError(EngineResponseError):
+    """The engine answered with what no sound engine answers: log-probabilities or weight versions that cannot be true."""
+
+    kind = "engine_garbage"
+
+
 class EngineUnavailableError(EngineError):
     """The engine did not answer: refused, broke off, failed inside or took too long."""
 
@@ -144,7 +150,7 @@ class SglangClient:
         answer = await self._call("POST", "/generate", body)
         samples = answer if isinstance(answer, list) else [answer]
         if len(samples) != request.num_samples:
-            raise EngineResponseError(
+            raise GarbageAnswerError(
                 f"{len(samples)} samples instead of {request.num_samples}", engine=self.url
             )
         return [parse_generation(sample, engine=self.url) for sample in samples]
@@ -257,7 +263,7 @@ def parse_generation(sample: Any, *, engine: str = "") -> Generation:
     """Turn one element of a /generate answer into a Generation.
 
     Raises:
-        EngineResponseError: anything is missing, of unequal length or not a number that can be a log-probability.
+        GarbageAnswerError: anything is missing, of unequal length or not a number that can be a log-probability.
     """
     try:
         meta = sample["meta_info"]
@@ -265,7 +271,7 @@ def parse_generation(sample: Any, *, engine: str = "") -> Generation:
         finish_reason = meta["finish_reason"]["type"]
         prompt_tokens, cached_tokens = int(meta["prompt_tokens"]), int(meta.get("cached_tokens", 0))
     except (KeyError, TypeError, ValueError) as error:
-        raise EngineResponseError(f"the answer lacks a field: {error!r}", engine=engine) from error
+        raise GarbageAnswerError(f"the answer lacks a field: {error!r}", engine=engine) from error
     return Generation(
         output_ids=output_ids,
         logprobs=_logprobs(meta, output_ids, engine),
@@ -280,10 +286,10 @@ def parse_generation(sample: Any, *, engine: str = "") -> Generation:
 def _logprobs(meta: Mapping[str, Any], output_ids: list[int], engine: str) -> list[float]:
     entries = meta.get("output_token_logprobs")
     if entries is None and output_ids:
-        raise EngineResponseError("the log-probabilities are missing", engine=engine)
+        raise GarbageAnswerError("the log-probabilities are missing", engine=engine)
     entries = entries or []
     if len(entries) != len(output_ids):
-        raise EngineResponseError(
+        raise GarbageAnswerError(
             f"{len(entries)} log-probabilities for {len(output_ids)} tokens", engine=engine
         )
     if (sound := _all_sound(entries, output_ids)) is not None:
@@ -291,12 +297,12 @@ def _logprobs(meta: Mapping[str, Any], output_ids: list[int], engine: str) -> li
     logprobs = []
     for place, (entry, token) in enumerate(zip(entries, output_ids, strict=True)):
         if not isinstance(entry, (list, tuple)) or len(entry) < 2:
-            raise EngineResponseError(
+            raise GarbageAnswerError(
                 f"log-probability {place} is {entry!r} instead of [value, token, ...]", engine=engine
             )
         value, of_token = entry[0], entry[1]
         if of_token != token:
-            raise EngineResponseError(
+            raise GarbageAnswerError(
                 f"log-probability {place} is of token {of_token}, not {token}", engine=engine
             )
         if (
@@ -304,7 +310,7 @@ def _logprobs(meta: Mapping[str, Any], output_ids: list[int], engine: str) -> li
             or not math.isfinite(value)
             or not MASKED_LOGPROB < value <= MAX_LOGPROB
         ):
-            raise EngineResponseError(f"log-probability {place} is {value!r}", engine=engine)
+            raise GarbageAnswerError(f"log-probability {place} is {value!r}", engine=engine)
         logprobs.append(float(value))
     return logprobs
 
@@ -328,7 +334,7 @@ def _weight_versions(meta: Mapping[str, Any], num_tokens: int, engine: str) -> l
     if not spans:
         version = meta.get("weight_version")
         if not isinstance(version, str):
-            raise EngineResponseError(f"no weight version, but {version!r}", engine=engine)
+            raise GarbageAnswerError(f"no weight version, but {version!r}", engine=engine)
         return [version] * num_tokens
     versions: list[str] = []
     for span in spans:
@@ -337,12 +343,12 @@ def _weight_versions(meta: Mapping[str, Any], num_tokens: int, engine: str) -> l
             or span.get("start") != len(versions)
             or not isinstance(span.get("version"), str)
         ):
-            raise EngineResponseError(
+            raise GarbageAnswerError(
                 f"the weight version spans do not follow one another: {spans!r:.200}", engine=engine
             )
         versions += [span["version"]] * (int(span["end"]) - len(versions))
     if len(versions) != num_tokens:
-        raise EngineResponseError(
+        raise GarbageAnswerError(
             f"weight version spans of {len(versions)} tokens for {num_tokens}", engine=engine
         )
     return versions
