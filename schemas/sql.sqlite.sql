@@ -17,7 +17,7 @@ CREATE TABLE datasets (
 CREATE TABLE engine_slots (
     slot_id INTEGER NOT NULL,
     model VARCHAR NOT NULL,
-    server_group INTEGER NOT NULL,
+    placement INTEGER,
     url VARCHAR,
     state VARCHAR NOT NULL,
     is_by_hand BOOLEAN NOT NULL,

@@ -28,6 +28,7 @@ from strawflow.eval_datasets import (
 from strawflow.reward_names import parse_reward
 from strawflow.sampling import EvalProfile
 from strawflow.sampling import SamplingProfile as SamplingProfile
+from strawflow.topology import Topology, checked_topology, read_topology
 
 ENV_PREFIX = "STRAWFLOW_"
 _COMMANDS = {"run", "eval"}
@@ -143,6 +144,11 @@ class RolloutSection(Section):
     quarantine; 0: never for that."""
     engine_args: tuple[str, ...] = ()
     """Further SGLang server flags, as they are."""
+    router_args: tuple[str, ...] = ()
+    """Further flags of SGLang's router, as they are, where the topology has one."""
+    topology: Topology | Literal[""] = ""
+    """Models, server groups and router that `strawflow resume` starts instead of `engines`: a YAML file, read when the run is
+    created."""
     engine_options: dict[str, str] = Field(default_factory=dict)
     """For the fake engine: its fault switches."""
 
@@ -326,6 +332,12 @@ def load_config(
         eval_settings["datasets"] = read_eval_datasets(Path(named)) if named else []
     elif named is not None:
         eval_settings["datasets"] = checked_entries(named, where=f"{where}: eval.datasets")
+    rollout_settings = tree.get("rollout", {})
+    drawn = rollout_settings.get("topology")
+    if isinstance(drawn, str) and drawn:
+        rollout_settings["topology"] = read_topology(Path(drawn))
+    elif drawn:
+        rollout_settings["topology"] = checked_topology(drawn, where=f"{where}: rollout.topology")
     config = sampling.with_filled_datasets(_validated(tree, where=where))
     refuse_unanswered(
         config.eval.datasets, where=named if isinstance(named, str) else f"{where}: eval.datasets"
@@ -407,6 +419,11 @@ def refuse_deadlocks(config: RunConfig) -> None:
             f"rollout.over_provision {r.over_provision} with rollout.max_staleness 0: a group left over by the batch of step s "
             "is trained at step s + 1 at the earliest, by then 1 step stale: more than 0. Set max_staleness to 1 or more, or "
             "over_provision to 0"
+        )
+    if r.topology and (r.engine_urls or r.engines != 1):
+        raise ConfigError(
+            "rollout.topology says which engines there are: leave out rollout.engines and rollout.engine_urls (`strawflow "
+            "engine add RUN --url ...` adds attached ones)"
         )
     if r.min_response_tokens > r.max_response_tokens:
         raise ConfigError(

@@ -24,7 +24,7 @@ def upgrade() -> None:
             nullable=False,
         ),
         sa.Column("model", sa.String(), nullable=False),
-        sa.Column("server_group", sa.Integer(), nullable=False),
+        sa.Column("placement", sa.Integer()),
         sa.Column("url", sa.String()),
         sa.Column("state", sa.String(), nullable=False),
         sa.Column("is_by_hand", sa.Boolean(), nullable=False),

@@ -29,6 +29,7 @@ def list_engines(
     """List the engines that a run wants. What each serves, its state, what it has in flight, its last error."""
     from strawflow.cli import output
     from strawflow.flow.engines import standing
+    from strawflow.topology import POLICY
 
     with opened(run) as found:
         listed = standing(found, with_gone=all_of_them)
@@ -53,7 +54,7 @@ def list_engines(
                 e.model,
                 e.url or "not started",
                 e.state.value,
-                e.version_id or "nothing yet",
+                e.version_id or ("nothing yet" if e.model == POLICY else "its own"),
                 e.num_units,
                 None if e.tokens_per_s is None else round(e.tokens_per_s),
                 e.num_garbage,

@@ -15,9 +15,10 @@ from strawflow.flow.run import Run
 from strawflow.flow.session import WorkerSession
 from strawflow.index import events, leases, meta, sessions, slots, weights
 from strawflow.index.engine import Connection
-from strawflow.index.slots import POLICY, Slot
+from strawflow.index.slots import Slot
 from strawflow.index.weights import Engine
 from strawflow.states import EngineState
+from strawflow.topology import POLICY, Topology, placements
 
 RETRY_AFTER_S = (1.0, 5.0, 30.0, 120.0, 600.0)
 """How long one of our own rests after its first, second ... quarantine."""
@@ -118,8 +119,12 @@ def _seed(connection: Connection, run: Run) -> None:
     if meta.find(connection, _SEEDED) is not None:
         return
     rollout = run.config.rollout
-    for url in rollout.engine_urls or [None] * rollout.engines:
-        slots.add(connection, model=POLICY, server_group=0, url=None if url is None else _address(url))
+    if isinstance(rollout.topology, Topology):
+        for number, placement in enumerate(placements(rollout.topology)):
+            slots.add(connection, model=placement.model, placement=number)
+    else:
+        for url in rollout.engine_urls or [None] * rollout.engines:
+            slots.add(connection, model=POLICY, url=None if url is None else _address(url))
     meta.put(connection, _SEEDED, "1")
 
 
@@ -134,10 +139,10 @@ def add(run: Run, *, url: str | None = None, count: int = 1) -> list[int]:
     with run.index.begin() as connection:
         _seed(connection, run)
         if url is None:
-            return [slots.add(connection, model=POLICY, server_group=0) for _ in range(count)]
+            return [slots.add(connection, model=POLICY) for _ in range(count)]
         known = slots.attached(connection, _address(url))
         if known is None:
-            return [slots.add(connection, model=POLICY, server_group=0, url=_address(url))]
+            return [slots.add(connection, model=POLICY, url=_address(url))]
         if known.state is not EngineState.QUARANTINED:
             raise ConflictError(f"{known.name} is {known.state} already", slot_id=known.slot_id)
         _release(connection, known)
@@ -223,7 +228,6 @@ def take(session: WorkerSession, *, slot_id: int | None, url: str | None) -> Slo
                 else slots.add(
                     connection,
                     model=POLICY,
-                    server_group=0,
                     url=None if url is None else _address(url),
                     is_by_hand=True,
                 )

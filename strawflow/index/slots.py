@@ -19,9 +19,6 @@ from strawflow.index import tables as t
 from strawflow.index.engine import lock_rows, now
 from strawflow.states import EngineState
 
-POLICY = "policy"
-"""The model that is trained; every other is frozen."""
-
 CLOSED = (
     "EXISTS (SELECT 1 FROM engine_slots WHERE engine_slots.session_id = :session_id "
     "AND engine_slots.state IN ('quarantined', 'draining', 'gone'))"
@@ -33,7 +30,9 @@ CLOSED = (
 class Slot:
     slot_id: int
     model: str
-    server_group: int
+    """`policy`, or the name of a frozen one."""
+    placement: int | None
+    """Which of the topology's; None: one server, by the run's own flags."""
     url: str | None
     """Address of an engine that others started; None: started by the run."""
     state: EngineState
@@ -60,14 +59,19 @@ _s = t.engine_slots.c
 
 
 def add(
-    connection: Connection, *, model: str, server_group: int, url: str | None = None, is_by_hand: bool = False
+    connection: Connection,
+    *,
+    model: str,
+    placement: int | None = None,
+    url: str | None = None,
+    is_by_hand: bool = False,
 ) -> int:
     """Want one engine more; returns its number."""
     slot_id = connection.execute(
         sa.insert(t.engine_slots)
         .values(
             model=model,
-            server_group=server_group,
+            placement=placement,
             url=url,
             state=EngineState.STARTING,
             is_by_hand=is_by_hand,

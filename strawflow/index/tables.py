@@ -404,7 +404,7 @@ engine_slots = Table(
     metadata,
     Column("slot_id", BigKey, primary_key=True, autoincrement=True),
     Column("model", String, nullable=False),  # policy, or a frozen model of the topology
-    Column("server_group", Integer, nullable=False),  # of the model in the topology; 0 without one
+    Column("placement", Integer),  # which of the topology's; null: one server, by the run's own flags
     Column("url", String),  # attached; null: started by the run itself
     Column("state", String, nullable=False),
     Column("is_by_hand", Boolean, nullable=False),  # its worker was started by hand: no supervisor starts one

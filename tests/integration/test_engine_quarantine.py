@@ -20,7 +20,7 @@ from strawflow.flow.session import WorkerSession
 from strawflow.index import events, units
 from strawflow.states import EngineState, UnitState
 from strawflow.testing.fake_engine import FakeEngine
-from strawflow_workers import supervisor
+from strawflow_workers import wanted_engines
 from strawflow_workers.drain import Drain
 from strawflow_workers.rollout import engine
 from strawflow_workers.supervisor import Supervisor
@@ -198,7 +198,7 @@ def test_a_run_all_of_whose_engines_stay_in_quarantine_ends_and_says_why(
     make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make_run(engine_options={"nan_logprobs": "1"})
-    monkeypatch.setattr(supervisor, "MAX_STRIKES", 0)
+    monkeypatch.setattr(wanted_engines, "MAX_STRIKES", 0)
     with trainer_of(run) as publish:
         publish(0)
         watched = Supervisor(run, Drain())

@@ -38,12 +38,11 @@ from strawflow.errors import (
     StrawflowError,
     WorkerFailedError,
 )
-from strawflow.flow import engines, eval_consumer, inputs, progress, rescue, tally
+from strawflow.flow import eval_consumer, inputs, progress, rescue, tally
 from strawflow.flow.run import Run, open_run
 from strawflow.flow.session import WorkerSession
-from strawflow.index.slots import Slot
-from strawflow.states import EngineState
 from strawflow_workers.drain import Drain
+from strawflow_workers.wanted_engines import Due, WantedEngines
 
 log = logging.getLogger(__name__)
 
@@ -63,8 +62,6 @@ MAX_INDEX_FAULTS = 12
 BACKOFF_S = (0.0, 0.2, 1.0, 3.0, 8.0)
 ENGINE_BACKOFF_S = (*BACKOFF_S, 15.0, 30.0, 60.0)
 """Of a rollout worker that goes on dying while others serve."""
-MAX_STRIKES = 5
-"""Quarantines in a row of every engine of our own after which the run ends."""
 DRAIN_TIMEOUT_S = 30.0
 TICK_S = 0.1
 UPKEEP_S = 1.0
@@ -98,11 +95,12 @@ class Supervisor:
     drain: Drain
     on_tick: Callable[[], None] = lambda: None
     children: list[Child] = field(init=False)
-    _slots: dict[int, Slot] = field(default_factory=dict)
+    _engines: WantedEngines = field(init=False)
     _upkeep_at: float = 0.0
 
     def __post_init__(self) -> None:
         self.children = [Child("train"), Child("assemble")]
+        self._engines = WantedEngines(self.run)
 
     def supervise(self) -> bool:
         """Run until everything is done; False when drained before the end.
@@ -153,7 +151,8 @@ class Supervisor:
         for child in list(self.children):
             self._tend_child(child)
         self.on_tick()
-        return all(child.is_done for child in self.children)
+        # A frozen engine is never done: it is told to end with the run.
+        return all(child.is_done for child in self.children if child.kind != "engine")
 
     def _upkeep(self) -> None:
         """Take back what expired sessions held, and kill children that live on without their session (hung, stopped)."""
@@ -170,15 +169,15 @@ class Supervisor:
 
     def _follow_engines(self) -> None:
         """Have a worker for each engine that the run wants now, and none for one that is gone."""
-        self._slots = {slot.slot_id: slot for slot in engines.wanted(self.run)}
+        self._engines.look()
         known = {child.slot_id for child in self.children}
         self.children += [
-            Child("rollout", ("--slot", str(slot_id)), slot_id)
-            for slot_id in self._slots
+            Child(self._engines.kind(slot_id), ("--slot", str(slot_id)), slot_id)
+            for slot_id in self._engines.slots
             if slot_id not in known
         ]
         for child in self.children:
-            if child.slot_id is None or child.process is None or child.slot_id in self._slots:
+            if child.slot_id is None or child.process is None or child.slot_id in self._engines.slots:
                 continue
             # The worker looks by itself; one that hangs is not waited for.
             child.ends_by = child.ends_by or time.monotonic() + DRAIN_TIMEOUT_S
@@ -189,10 +188,7 @@ class Supervisor:
         if child.is_done:
             return
         if child.process is None:
-            if child.slot_id is not None and not self._has_work(child, child.slot_id):
-                return
-            if time.monotonic() >= child.start_at:
-                self._start(child)
+            self._start_when_due(child)
             return
         code = child.process.poll()
         if code is None:
@@ -201,47 +197,17 @@ class Supervisor:
         rescue.declare_dead_processes_lost(self.run)
         if code == 0 and self._is_done(child.kind):
             child.is_done = True
-        elif child.slot_id is None or not self._left_with_its_engine(child, child.slot_id):
+        elif child.slot_id is None or not self._engines.left(child.slot_id):
             self._after_death(child, code)  # also a worker that someone else told to drain
 
-    def _has_work(self, child: Child, slot_id: int) -> bool:
-        """Tell whether the engine of a rollout worker that does not run is to be started now."""
-        slot = self._slots.get(slot_id)
-        if slot is None or (slot.state is EngineState.DRAINING and engines.leave(self.run, slot_id)):
+    def _start_when_due(self, child: Child) -> None:
+        due = Due.START if child.slot_id is None else self._engines.due(child.slot_id)
+        if due is Due.FORGET:
             self.children.remove(child)
-            return False
-        if slot.state is EngineState.QUARANTINED and (slot.url is not None or slot.retry_in_s > 0):
+        elif due is Due.WAIT:
             child.is_done = self._is_done(child.kind)  # the others may have finished meanwhile
-            return False
-        return slot.session_id is None
-
-    def _left_with_its_engine(self, child: Child, slot_id: int) -> bool:
-        """Tell whether a worker ended because its engine is gone, draining or in quarantine.
-
-        Raises:
-            WorkerFailedError: every engine is in quarantine, again and again.
-        """
-        self._upkeep_at = 0.0  # what follows is decided by how its engine stands now
-        slots = {slot.slot_id: slot for slot in engines.wanted(self.run)}
-        slot = slots.get(slot_id)
-        if slot is None or slot.state is EngineState.DRAINING:
-            log.info("the worker of engine %d ended: it is drained", slot_id)
-            return True
-        if slot.state is not EngineState.QUARANTINED:
-            return False
-        hopeless = [s for s in slots.values() if s.state is EngineState.QUARANTINED and not s.url]
-        if len(hopeless) == len(slots) and all(s.strikes > MAX_STRIKES for s in hopeless):
-            raise WorkerFailedError(
-                "every engine is in quarantine, however often it is started: "
-                + "; ".join(f"{s.name}: {s.reason}" for s in hopeless)
-            )
-        what = (
-            "waits for `strawflow engine release`"
-            if slot.url
-            else f"is tried again in {slot.retry_in_s:.0f} s"
-        )
-        log.warning("%s is quarantined and %s: %s", slot.name, what, slot.reason)
-        return True
+        elif time.monotonic() >= child.start_at:
+            self._start(child)
 
     def _is_done(self, kind: str) -> bool:
         now = progress.standing(self.run)
@@ -286,10 +252,7 @@ class Supervisor:
         planned = progress.standing(self.run).planned
         child.deaths_in_a_row = 1 if planned > child.seen_step else child.deaths_in_a_row + 1
         child.seen_step = planned
-        others_serve = child.slot_id is not None and any(
-            slot.state is EngineState.SERVING and slot.slot_id != child.slot_id
-            for slot in engines.wanted(self.run)
-        )
+        others_serve = self._engines.others_serve(child.slot_id)
         if child.deaths_in_a_row > MAX_DEATHS_WITHOUT_PROGRESS and not others_serve:
             raise WorkerFailedError(
                 f"the {child.kind} worker died {child.deaths_in_a_row} times while the run got nowhere; "
@@ -388,12 +351,14 @@ def resume(root: Path, *, as_json: bool) -> int:
 def _run_to_the_end(run: Run, drain: Drain, *, as_json: bool) -> bool:
     from strawflow_workers import report
     from strawflow_workers.quickstart.prepare import prepare_if_quickstart
+    from strawflow_workers.rollout import engine_plan
     from strawflow_workers.rollout.hooks import load as hooks
 
     started = time.monotonic()
     prepare_if_quickstart(run)
     inputs.require(run)
     hooks.require(run.config)
+    engine_plan.require_startable(run.config)
     tally.count_resume(run, prepared_s=time.monotonic() - started)
     report.forget_summary(run)
     with report.progress_display(run, as_json=as_json) as display:

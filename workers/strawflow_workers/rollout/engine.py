@@ -12,18 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
-import os
-import subprocess
-import sys
-import threading
 import time
-import urllib.request
-from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
-from strawflow.errors import ConfigError, EngineError, EngineQuarantinedError
+from strawflow.errors import EngineError, EngineQuarantinedError
 from strawflow.flow import engines
 from strawflow.flow.session import WorkerSession
 from strawflow.ids import new_id
@@ -31,6 +24,8 @@ from strawflow.index.slots import Slot
 from strawflow.index.weights import WeightVersion
 from strawflow.states import EngineState
 from strawflow.weights.verify import verify_weights
+from strawflow_workers.rollout.engine_plan import make_client, policy_process
+from strawflow_workers.rollout.engine_process import AttachedEngine, EngineProcess
 from strawflow_workers.rollout.engine_trust import EngineTrust
 from strawflow_workers.rollout.sglang_client import (
     EngineResponseError,
@@ -40,7 +35,6 @@ from strawflow_workers.rollout.sglang_client import (
     Generation,
     SglangClient,
 )
-from strawflow_workers.rollout.sglang_server import SglangOptions, SglangServer
 
 log = logging.getLogger(__name__)
 
@@ -49,116 +43,6 @@ NUM_PROBES = 4
 PROBE_TOKENS = 8
 NOTE_S = 5.0
 """How often what was seen of an engine is stored."""
-
-
-class EngineProcess(Protocol):
-    """A server process speaking SGLang's HTTP API."""
-
-    @property
-    def url(self) -> str: ...
-
-    def start(self) -> None: ...
-
-    def wait_ready(self) -> None: ...
-
-    def alive(self) -> bool: ...
-
-    def stop(self) -> None: ...
-
-
-class FakeEngineProcess:
-    """strawflow.testing's engine as a child process; for fault tests only."""
-
-    def __init__(self, model_path: Path, log_path: Path, *, version_id: str, options: dict[str, str]) -> None:
-        self._model_path, self._log_path = model_path, log_path
-        self._options = {"weight-version": version_id, **options}
-        self._process: subprocess.Popen[bytes] | None = None
-        self.url = ""
-
-    def start(self) -> None:
-        config = json.loads((self._model_path / "config.json").read_text(encoding="utf-8"))
-        command = [sys.executable, "-m", "strawflow.testing.fake_engine", "--port", "0"]
-        command += ["--vocab-size", str(config["vocab_size"]), "--eos", str(config["eos_token_id"])]
-        command += ["--model-path", str(self._model_path), "--die-with-parent", str(os.getpid())]
-        for name, value in self._options.items():
-            command += [f"--{name}", value]
-        with self._log_path.open("ab") as sink:
-            self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=sink)
-
-    def wait_ready(self) -> None:
-        assert self._process is not None
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise EngineError(f"the fake engine ended while it started; see {self._log_path}")
-        self.url = json.loads(line)["url"]
-
-    def alive(self) -> bool:
-        return self._process is not None and self._process.poll() is None
-
-    def stop(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-
-
-class AttachedEngine:
-    """An engine that someone else started and ends; it must be there within `patience_s` seconds."""
-
-    def __init__(self, url: str, *, patience_s: float = 60.0) -> None:
-        self.url = url.rstrip("/")
-        self._patience_s = patience_s
-        self._is_given_up = threading.Event()
-
-    def start(self) -> None:
-        return
-
-    def wait_ready(self) -> None:
-        deadline = time.monotonic() + self._patience_s
-        while (reason := self._ails()) is not None:
-            if self._is_given_up.wait(0.5) or time.monotonic() > deadline:
-                raise EngineError(f"the engine at {self.url} does not answer: {reason}")
-
-    def _ails(self) -> str | None:
-        try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=10) as answer:
-                return None if answer.status == 200 else f"HTTP {answer.status}"
-        except (OSError, ValueError) as error:  # URLError is an OSError; ValueError: no address
-            return str(error)
-
-    def alive(self) -> bool:
-        return True  # its process is not ours to see; requests and health checks tell
-
-    def stop(self) -> None:
-        """Wait for it no longer; it lives on."""
-        self._is_given_up.set()
-
-
-def make_process(session: WorkerSession, *, model_path: Path, version_id: str) -> EngineProcess:
-    """Return the (not yet started) engine the configuration asks for, its log in the run's folder."""
-    config = session.run.config.rollout
-    log_path = session.run.root / "logs" / f"engine-{session.session_id}.log"
-    log_path.parent.mkdir(exist_ok=True)
-    # Weights are stored without a tokenizer; only an engine that looks for texts or counts tokens up needs one.
-    needs_text = bool(config.stop or config.min_response_tokens)
-    of_tokenizer = ("--tokenizer-path", str(session.run.model_path)) if needs_text else ()
-    match config.engine:
-        case "sglang":
-            return SglangServer(
-                SglangOptions(
-                    model_path=model_path,
-                    log_path=log_path,
-                    weight_version=version_id,
-                    load_tokenizer=needs_text,
-                    extra_args=(*of_tokenizer, *config.engine_args),
-                )
-            )
-        case "fake":
-            return FakeEngineProcess(
-                model_path, log_path, version_id=version_id, options=config.engine_options
-            )
-        case other:
-            raise ConfigError(f"rollout.engine {other!r} is not known")
 
 
 class ServedEngine:
@@ -223,12 +107,12 @@ class ServedEngine:
         await self._tell(version.version_id, url="", build="starting")  # keeps its files from being removed
         await asyncio.to_thread(verify_weights, folder, version.digest)
         if self._url is None:
-            self._process = make_process(self._session, model_path=folder, version_id=version.version_id)
+            self._process = policy_process(self._session, self._slot, folder, version_id=version.version_id)
         else:
             self._process = AttachedEngine(self._url)
         self._process.start()
         await asyncio.to_thread(self._process.wait_ready)
-        self._client = SglangClient(self._process.url, max_connections=self._num_connections)
+        self._client = make_client(self._process, max_connections=self._num_connections)
         info = await self._client.server_info()
         self.build = f"{self._session.run.config.rollout.engine} {info.get('version', '')}".strip()
         reported = await self._client.weight_version()

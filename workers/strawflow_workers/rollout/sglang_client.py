@@ -27,6 +27,8 @@ ORIGINAL_LOGPROB_VARIABLE = "SGLANG_RETURN_ORIGINAL_LOGPROB"
 MASKED_LOGPROB = -9000.0
 """At or below: a placeholder for a value that was never computed, not a probability."""
 
+_JSON_TYPES = frozenset({"application/json", "application/octet-stream"})
+"""The second is what the router says of answers that it put together from a prefill and a decode server."""
 _IDLE_S = 2.0
 """An idle connection is closed here first. SGLang's server closes it after 5 s: a request sent at that moment on a
 connection kept for longer would be lost, and cost an attempt."""
@@ -85,6 +87,16 @@ class Generation:
     tells_spans: bool = False
     """Whether the engine told by itself which token which weights sampled: one that only names its last weights cannot
     load others inside a request."""
+
+
+ROUTING_HEADER = "X-SMG-Routing-Key"
+"""By this SGLang's router keeps what belongs together with one engine (policy `manual`); engines themselves ignore it."""
+
+
+def routing_headers(body: Mapping[str, Any] | None) -> dict[str, str] | None:
+    """Return headers that keep all requests of a unit, whose name stands before the first dot of `rid`, with one engine."""
+    rid = None if body is None else body.get("rid")
+    return {ROUTING_HEADER: rid.partition(".")[0]} if rid else None
 
 
 def refuse_original_logprobs(environment: Mapping[str, str]) -> None:
@@ -242,9 +254,12 @@ class SglangClient:
 
     async def _call(self, method: str, route: str, body: Mapping[str, Any] | None) -> Any:
         try:
-            async with self._open().request(method, f"{self.url}{route}", json=body) as answer:
+            async with self._open().request(
+                method, f"{self.url}{route}", json=body, headers=routing_headers(body)
+            ) as answer:
                 status, text = answer.status, await answer.text()
-                content = await answer.json() if answer.content_type == "application/json" and text else text
+                is_json = answer.content_type in _JSON_TYPES and text
+                content = await answer.json(content_type=None) if is_json else text
         except (aiohttp.ClientError, TimeoutError) as error:
             reason = str(error) or type(error).__name__
             raise EngineUnavailableError(f"{route} got no answer: {reason}", engine=self.url) from error
