@@ -14,6 +14,28 @@ CREATE TABLE datasets (
     CONSTRAINT pk_datasets PRIMARY KEY (dataset_id)
 );
 
+CREATE TABLE engine_slots (
+    slot_id INTEGER NOT NULL,
+    model VARCHAR NOT NULL,
+    placement INTEGER,
+    url VARCHAR,
+    state VARCHAR NOT NULL,
+    is_by_hand BOOLEAN NOT NULL,
+    session_id VARCHAR,
+    reason TEXT,
+    last_error TEXT,
+    num_garbage BIGINT NOT NULL,
+    strikes INTEGER NOT NULL,
+    retry_at FLOAT,
+    tokens_per_s FLOAT,
+    updated_at VARCHAR NOT NULL,
+    CONSTRAINT pk_engine_slots PRIMARY KEY (slot_id),
+    CONSTRAINT ck_engine_slots_state_known CHECK (state IN ('starting', 'serving', 'draining', 'quarantined', 'gone')),
+    CONSTRAINT ck_engine_slots_quarantined_iff_reason CHECK ((state = 'quarantined') = (reason IS NOT NULL))
+);
+
+CREATE INDEX ix_engine_slots_session_id ON engine_slots (session_id) WHERE session_id IS NOT NULL;
+
 CREATE TABLE events (
     event_id INTEGER NOT NULL,
     at_ms BIGINT NOT NULL,

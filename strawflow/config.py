@@ -30,6 +30,7 @@ from strawflow.prompt_sets import PromptSet, read_prompt_sets, refuse_wrong_sets
 from strawflow.reward_names import parse_reward
 from strawflow.sampling import EvalProfile
 from strawflow.sampling import SamplingProfile as SamplingProfile
+from strawflow.topology import Topology, checked_topology, read_topology
 
 ENV_PREFIX = "STRAWFLOW_"
 _COMMANDS = {"run", "eval"}
@@ -131,6 +132,12 @@ class RolloutSection(Section):
     """Tokens of a response after which it is saved as well; 0: no such bound."""
     stream_interval: int = Field(default=32, ge=1)
     """Tokens between two messages of an engine about a response that is saved while it is generated."""
+
+    @property
+    def saves_progress(self) -> bool:
+        """Whether responses are saved while they are generated."""
+        return self.partial_rollout and bool(self.save_every_s or self.save_every_tokens)
+
     reward: str = "exact"
     """Scores the responses: `exact`, `f1`, `math`, `multiple_choice` (each also `boxed_`), `instructions`, `code:python`,
     `reasoning_gym:<dataset>`, `remote:URL`, `reward_model:URL`, `package.module:function`, `group:` for whole groups."""
@@ -164,8 +171,16 @@ class RolloutSection(Section):
     engine_urls: tuple[str, ...] = ()
     """Engines that run already, anywhere this run's weights folder can be read: one rollout worker is started for each, and
     none is started here. Each serves this run alone."""
+    quarantine_after: int = Field(default=3, ge=0)
+    """Groups in a row whose answers are garbage (log-probabilities or weights that cannot be) after which an engine is put in
+    quarantine; 0: never for that."""
     engine_args: tuple[str, ...] = ()
     """Further SGLang server flags, as they are."""
+    router_args: tuple[str, ...] = ()
+    """Further flags of SGLang's router, as they are, where the topology has one."""
+    topology: Topology | Literal[""] = ""
+    """Models, server groups and router that `strawflow resume` starts instead of `engines`: a YAML file, read when the run is
+    created."""
     engine_options: dict[str, str] = Field(default_factory=dict)
     """For the fake engine: its fault switches."""
 
@@ -358,6 +373,12 @@ def load_config(
         eval_settings["datasets"] = read_eval_datasets(Path(named)) if named else []
     elif named is not None:
         eval_settings["datasets"] = checked_entries(named, where=f"{where}: eval.datasets")
+    rollout_settings = tree.get("rollout", {})
+    drawn = rollout_settings.get("topology")
+    if isinstance(drawn, str) and drawn:
+        rollout_settings["topology"] = read_topology(Path(drawn))
+    elif drawn:
+        rollout_settings["topology"] = checked_topology(drawn, where=f"{where}: rollout.topology")
     config = sampling.with_filled_datasets(_validated(tree, where=where))
     refuse_unanswered(
         config.eval.datasets, where=named if isinstance(named, str) else f"{where}: eval.datasets"
@@ -438,6 +459,11 @@ def refuse_deadlocks(config: RunConfig) -> None:
             f"rollout.over_provision {r.over_provision} with rollout.max_staleness 0: a group left over by the batch of step s "
             "is trained at step s + 1 at the earliest, by then 1 step stale: more than 0. Set max_staleness to 1 or more, or "
             "over_provision to 0"
+        )
+    if r.topology and (r.engine_urls or r.engines != 1):
+        raise ConfigError(
+            "rollout.topology says which engines there are: leave out rollout.engines and rollout.engine_urls (`strawflow "
+            "engine add RUN --url ...` adds attached ones)"
         )
     if r.min_response_tokens > r.max_response_tokens:
         raise ConfigError(

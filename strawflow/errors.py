@@ -140,3 +140,10 @@ class WorkerFailedError(StrawflowError):
 
     kind = "worker_failed"
     exit_code = 15
+
+
+class EngineQuarantinedError(EngineError):
+    """An engine served wrong weights or garbage: nothing more is asked of it until it proved itself anew."""
+
+    kind = "engine_quarantined"
+    exit_code = 16

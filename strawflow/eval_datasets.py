@@ -18,12 +18,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from strawflow.errors import ConfigError
 from strawflow.ids import NAME_RULE, is_name
 from strawflow.reward_names import parse_reward
+from strawflow.strict_yaml import read_yaml
 
 PROMPTS, DEMONSTRATIONS, HELD_OUT = "prompts", "demonstrations", "held_out"
 RUN_DATASETS = (PROMPTS, DEMONSTRATIONS, HELD_OUT)
@@ -60,14 +60,7 @@ def read_eval_datasets(path: Path) -> list[dict[str, Any]]:
     Raises:
         ConfigError: there is no such file, or it is not of this form; names the entry and the field.
     """
-    try:
-        tree = yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)
-    except FileNotFoundError:
-        raise ConfigError(f"there is no file {path} of evaluation datasets") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+    tree = read_yaml(path, what="evaluation datasets")
     if not isinstance(tree, dict) or not isinstance(tree.get("datasets"), list) or not tree["datasets"]:
         raise ConfigError(f"{path}: there must be a list `datasets:` with at least one entry")
     if unknown := sorted(str(key) for key in tree.keys() - {"defaults", "datasets"}):
@@ -145,19 +138,3 @@ def _checked(fields: Mapping[str, Any], at: str) -> EvalDataset:
             )
             raise ConfigError(f"{at}: unknown field {field}{hint}") from None
         raise ConfigError(f"{at}: {field}: {first['msg']}, not {fields.get(field)!r}") from None
-
-
-class _StrictLoader(yaml.SafeLoader):  # type: ignore[misc]  # the library has no types
-    """Plain values only, and no key twice in one mapping."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
-        for key_node, _ in node.value:
-            key = key_node.value
-            if key_node.tag.endswith(":str") and key in seen:
-                raise yaml.constructor.ConstructorError(
-                    problem=f"key {key!r} is given twice", problem_mark=key_node.start_mark
-                )
-            seen.add(key)
-        found: dict[Any, Any] = super().construct_mapping(node, deep=deep)
-        return found

@@ -60,6 +60,25 @@ class WeightState(StrEnum):
     """The replay published equal weights (same step, same digest) under a new id: samples of it stay good."""
 
 
+class EngineState(StrEnum):
+    """Of an engine that a run wants to have; its number outlives its processes."""
+
+    STARTING = "starting"
+    """Entered by add, release, and restart (its worker ended, for whatever reason); left by serve, quarantine, drain and
+    remove. A crash here: started again."""
+    SERVING = "serving"
+    """Entered by serve, once it reported the weights it was given and, after a quarantine, answered its probes; left by
+    restart, quarantine, drain and remove."""
+    DRAINING = "draining"
+    """Entered by drain: nothing is granted to it any more, its worker parks what it holds; left by leave, when no worker
+    has it. A crash here: what it held is rescued, and it is gone."""
+    QUARANTINED = "quarantined"
+    """Entered by quarantine: it served wrong weights or garbage. Nothing is granted to it. One of our own is started again
+    after a back-off and serves once it answered its probes; an attached one waits for release."""
+    GONE = "gone"
+    """Entered by remove and leave; its number is not used again."""
+
+
 TRANSITIONS: frozenset[tuple[str, StrEnum, StrEnum]] = frozenset(
     {
         ("claim", UnitState.READY, UnitState.LEASED),
@@ -82,5 +101,19 @@ TRANSITIONS: frozenset[tuple[str, StrEnum, StrEnum]] = frozenset(
         ("retire", BatchState.TRAINED, BatchState.RETIRED),
         ("resume", WeightState.PUBLISHED, WeightState.DEAD),
         ("supersede", WeightState.DEAD, WeightState.SUPERSEDED),
+        ("serve", EngineState.STARTING, EngineState.SERVING),
+        ("serve", EngineState.QUARANTINED, EngineState.SERVING),
+        ("restart", EngineState.SERVING, EngineState.STARTING),
+        ("quarantine", EngineState.STARTING, EngineState.QUARANTINED),
+        ("quarantine", EngineState.SERVING, EngineState.QUARANTINED),
+        ("release", EngineState.QUARANTINED, EngineState.STARTING),
+        ("drain", EngineState.STARTING, EngineState.DRAINING),
+        ("drain", EngineState.SERVING, EngineState.DRAINING),
+        ("drain", EngineState.QUARANTINED, EngineState.DRAINING),
+        ("leave", EngineState.DRAINING, EngineState.GONE),
+        ("remove", EngineState.STARTING, EngineState.GONE),
+        ("remove", EngineState.SERVING, EngineState.GONE),
+        ("remove", EngineState.QUARANTINED, EngineState.GONE),
+        ("remove", EngineState.DRAINING, EngineState.GONE),
     }
 )

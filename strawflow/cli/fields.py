@@ -24,10 +24,14 @@ from strawflow.errors import ConfigError, InvalidInputError
 _FLAG = re.compile(r"--(?P<name>[A-Za-z_][\w.-]*)(?:=(?P<value>.*))?", re.DOTALL)
 
 
-ENGINE_PREFIX = "--sglang-"
+ENGINE_PREFIX, ROUTER_PREFIX = "--sglang-", "--router-"
+_FIELDS_OF_OURS = frozenset({"--router-args"})
+"""Short names of fields that begin as the flags of others do."""
 
 
-def split_engine_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+def split_engine_flags(
+    arguments: Sequence[str], *, prefix: str = ENGINE_PREFIX
+) -> tuple[list[str], list[str]]:
     """Take the `--sglang-FLAG [VALUE ...]` out of a command line; returns (SGLang's own arguments, the rest).
 
     A flag's values are the words up to the next flag: some take none, some several.
@@ -36,11 +40,11 @@ def split_engine_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     rest: list[str] = []
     at = 0
     while at < len(arguments):
-        if not arguments[at].startswith(ENGINE_PREFIX):
+        if not arguments[at].startswith(prefix) or arguments[at].partition("=")[0] in _FIELDS_OF_OURS:
             rest.append(arguments[at])
             at += 1
             continue
-        taken.append("--" + arguments[at].removeprefix(ENGINE_PREFIX))
+        taken.append("--" + arguments[at].removeprefix(prefix))
         at += 1
         while "=" not in taken[-1] and at < len(arguments) and not arguments[at].startswith("-"):
             taken.append(arguments[at])
@@ -152,6 +156,7 @@ def _kind(annotation: ast.expr) -> str:
     if isinstance(annotation, ast.Subscript) and text.startswith("Literal["):
         return " | ".join(ast.literal_eval(ast.unparse(annotation.slice)))
     lists = {"tuple[str, ...]": "list of text, as JSON", "tuple[int, ...]": "list of whole numbers, as JSON"}
+    lists["Topology | Literal['']"] = "YAML file, or table as JSON"
     lists["tuple[EvalDataset, ...]"] = "YAML file, or list of tables as JSON"
     lists["tuple[PromptSet, ...]"] = "file, FILE:WEIGHT,..., or list of tables as JSON"
     return plain.get(text) or lists.get(text, "table of text, as JSON")

@@ -20,6 +20,7 @@ from strawflow.cli import (
     batch,
     branch,
     checkpoint,
+    engine,
     enqueue,
     eval,
     events,
@@ -53,6 +54,7 @@ app.command()(quickstart.quickstart)
 app.add_typer(run.app, name="run")
 app.command()(enqueue.enqueue)
 app.add_typer(worker.app, name="worker")
+app.add_typer(engine.app, name="engine")
 app.command()(resume.resume)
 app.command()(status.status)
 app.add_typer(branch.app, name="branch")

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from strawflow.cli.fields import commented_toml, field_helps, split_engine_flags, split_field_flags
+from strawflow.cli.fields import (
+    ENGINE_PREFIX,
+    ROUTER_PREFIX,
+    commented_toml,
+    field_helps,
+    split_engine_flags,
+    split_field_flags,
+)
 from strawflow.cli.group import QuickGroup
 from strawflow.cli.options import RUNS_FOLDER, JsonFlag, run_folder
 
@@ -22,22 +29,27 @@ app = typer.Typer(cls=QuickGroup, help="Create runs and list them.", no_args_is_
 
 _FLAGS = "strawflow.field_flags"
 _OF_ENGINE = "strawflow.engine_flags"
-ENGINE_ARGS = "rollout.engine_args"
+PASSED_ON = {ENGINE_PREFIX: "rollout.engine_args", ROUTER_PREFIX: "rollout.router_args"}
+"""Prefixes of the flags of other programs, and the field that keeps each."""
 
 
 class CreateCommand(TyperCommand):
     """`run create`, which also takes every configuration field as a flag and lists them in its help."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        of_engine, rest = split_engine_flags(args)
+        taken = {}
+        rest = args
+        for prefix, field in PASSED_ON.items():
+            taken[field], rest = split_engine_flags(rest, prefix=prefix)
         flags, rest = split_field_flags(rest)
-        if of_engine:
-            if ENGINE_ARGS in flags:
-                from strawflow.errors import InvalidInputError
+        for prefix, field in PASSED_ON.items():
+            if taken[field]:
+                if field in flags:
+                    from strawflow.errors import InvalidInputError
 
-                raise InvalidInputError(f"give --{ENGINE_ARGS} or --sglang- flags, not both")
-            flags[ENGINE_ARGS] = json.dumps(of_engine)
-        ctx.meta[_FLAGS], ctx.meta[_OF_ENGINE] = flags, of_engine
+                    raise InvalidInputError(f"give --{field} or {prefix} flags, not both")
+                flags[field] = json.dumps(taken[field])
+        ctx.meta[_FLAGS], ctx.meta[_OF_ENGINE] = flags, taken["rollout.engine_args"]
         return super().parse_args(ctx, rest)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
@@ -46,7 +58,8 @@ class CreateCommand(TyperCommand):
             "\nConfiguration fields: a flag --section.field, a variable STRAWFLOW_SECTION_FIELD, "
             "or a TOML [section]. A flag may leave out the section where no other has the field: --max-staleness 2.\n"
             "Flags of SGLang's server: --sglang-ITS-OWN-NAME [VALUE ...], after the name of the run; `strawflow worker "
-            "rollout --help-sglang` lists them.\n\n"
+            "rollout --help-sglang` lists them. Those of its router, for a topology that has one: --router-ITS-OWN-NAME; "
+            "--help-router.\n\n"
         )
         for field in field_helps():
             formatter.write(f"  --{field.name} <{field.kind}>  [default: {_shown(field.default)}]\n")
@@ -100,8 +113,7 @@ def create(
         raise InvalidInputError("name the run to create: strawflow run create RUN")
     resolved = with_found_model(load_config(config, flags=ctx.meta[_FLAGS], environ=os.environ))
     refuse_deadlocks(resolved)
-    if ctx.meta[_OF_ENGINE] and resolved.rollout.engine == "sglang":
-        check_engine_flags(ctx.meta[_OF_ENGINE])
+    check_engine_flags(resolved, given=ctx.meta[_OF_ENGINE])
     made = create_run(run_folder(run), resolved, fresh=fresh)
     steps = next_steps(run, resolved)
     if as_json:

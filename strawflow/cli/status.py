@@ -163,6 +163,19 @@ def _alarms(s: RunStatus) -> list[tuple[str, str]]:
                 f"{reasons}; mend what drops them, then `strawflow resume {s.root}`",
             )
         )
+    quarantined = [e for e in s.wanted_engines if e.state == "quarantined"]
+    if quarantined:
+        told = "; ".join(f"{e.slot_id} ({e.url or 'our own'}): {e.reason}" for e in quarantined)
+        waits = any(e.is_attached for e in quarantined)
+        helps = (
+            f"; mend it, then `strawflow engine release {s.root} {quarantined[0].slot_id}`" if waits else ""
+        )
+        found.append(
+            (
+                "ENGINES",
+                f"{len(quarantined)} of {len(s.wanted_engines)} in quarantine, granted nothing: {told}{helps}",
+            )
+        )
     if s.num_quarantined:
         held = counted(s.num_quarantined, "damaged extent")
         found.append(("QUARANTINE", f"{held}; `strawflow index quarantine {s.root}` tells what they held"))

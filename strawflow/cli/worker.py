@@ -11,13 +11,16 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 from strawflow.cli.group import QuickGroup
 from strawflow.cli.options import JsonFlag, RunArgument, run_folder
 from strawflow.plural import counted
+
+if TYPE_CHECKING:
+    from strawflow.config import RunConfig
 
 ForceFlag = Annotated[
     bool, typer.Option("--force", help="Also if it seems to live; what it hands in later is refused.")
@@ -34,6 +37,7 @@ NEEDS: dict[str, tuple[tuple[str, str], ...]] = {
     "supervise": (("torch", "trainer"), ("megatron.core", "trainer")),
     "replay": (("torch", "trainer"), ("megatron.core", "trainer")),
     "sglang-flags": (("sglang", "rollout"),),
+    "router-flags": (("sglang_router", "rollout"),),
     "quickstart": (
         ("torch", "trainer"),
         ("megatron.core", "trainer"),
@@ -63,15 +67,39 @@ def replace_by_worker(verb: str, arguments: Sequence[str]) -> NoReturn:
     os.execv(sys.executable, [sys.executable, "-m", ENTRY, verb, *arguments])
 
 
-def check_engine_flags(arguments: Sequence[str]) -> None:
-    """Refuse server arguments that the installed SGLang would not take.
+def check_engine_flags(config: RunConfig, *, given: Sequence[str]) -> None:
+    """Refuse flags of engines (`given` for all, or in the topology) and router that the installed SGLang would not take.
 
     Raises:
         typer.Exit: with the code of the error, which was told.
-        ConfigError: the workers, or SGLang, are not installed.
+        ConfigError: the workers, or SGLang, are not installed; a flag of the router is given and no engine stands behind one.
     """
-    require_installed("sglang-flags")
-    done = subprocess.run([sys.executable, "-m", ENTRY, "sglang-flags", "--check", *arguments], check=False)
+    from strawflow.topology import Topology, as_arguments, placements
+
+    rollout, topology = config.rollout, config.rollout.topology
+    placed = placements(topology) if isinstance(topology, Topology) else ()
+    of_router = rollout.router_args
+    if isinstance(topology, Topology):
+        of_router = (*of_router, *as_arguments(topology.router))
+    if of_router:
+        if not any(p.is_routed for p in placed):
+            from strawflow.errors import ConfigError
+
+            raise ConfigError(
+                "rollout.router_args: no engine of this run stands behind a router; a topology with prefill and decode groups, "
+                "or with engines_per_worker above 1, has one"
+            )
+        _check_flags("router-flags", of_router)
+    if rollout.engine != "sglang":
+        return
+    lines = {tuple(given), *(plan.arguments for placement in placed for plan in placement.engines)}
+    for arguments in sorted(lines - {()}):
+        _check_flags("sglang-flags", arguments)
+
+
+def _check_flags(verb: str, arguments: Sequence[str]) -> None:
+    require_installed(verb)
+    done = subprocess.run([sys.executable, "-m", ENTRY, verb, "--check", *arguments], check=False)
     if done.returncode != 0:
         raise typer.Exit(done.returncode)
 
@@ -128,11 +156,14 @@ def rollout(
     help_sglang: Annotated[
         bool, typer.Option("--help-sglang", help="List the flags of the installed SGLang's server, and stop.")
     ] = False,
+    help_router: Annotated[
+        bool, typer.Option("--help-router", help="List the flags of the installed router, and stop.")
+    ] = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Lease prompt groups, generate, score, store trajectories."""
-    if help_sglang:
-        replace_by_worker("sglang-flags", json_arguments(as_json))
+    if help_sglang or help_router:
+        replace_by_worker("sglang-flags" if help_sglang else "router-flags", json_arguments(as_json))
     if run is None:
         from strawflow.errors import InvalidInputError
 

@@ -27,7 +27,7 @@ Maker = Callable[[Segment, int, int], NewUnit]
 
 @dataclass(frozen=True)
 class Schedule:
-    """When and in which order the groups of one admission are granted; a branch takes over the priority alone."""
+    """When and in which order the groups of one admission are granted, also on a branch that takes them up."""
 
     priority: int | None = None
     """Higher is granted first; None: that of the segment."""

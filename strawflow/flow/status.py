@@ -16,6 +16,7 @@ import pyarrow as pa
 from strawflow.errors import CorruptPackError, NotFoundError, StorageError
 from strawflow.flow import evaluation, mixture, quota, retire
 from strawflow.flow.chain import read_chains
+from strawflow.flow.engines import EngineStanding, standing_of
 from strawflow.flow.evaluation import EvalResult
 from strawflow.flow.index_place import SWEEP_BLOCKED
 from strawflow.flow.mixture import SetStanding
@@ -126,6 +127,9 @@ class RunStatus:
     """Live sessions; one that is past its expiry waits to be declared lost."""
     roles: tuple[RoleHolder, ...]
     engines: tuple[Engine, ...]
+    """What engines of live workers reported."""
+    wanted_engines: tuple[EngineStanding, ...]
+    """The engines that the run wants, and how each does."""
     newest_weights: WeightVersion | None
     checkpoints: tuple[Checkpoint, ...]
     last_batch: Batch | None
@@ -175,6 +179,7 @@ def snapshot(run: Run, *, num_events: int = 8, num_failed: int = 5) -> RunStatus
             sessions=tuple(live),
             roles=_roles(connection, run, {s.session_id for s in live}),
             engines=tuple(weights.engines_listed(connection)),
+            wanted_engines=tuple(standing_of(connection)),
             newest_weights=newest,
             checkpoints=tuple(checkpoints.listed(connection, run.branch, run.consumer)),
             last_batch=batches.find(connection, run.branch, run.consumer, consumer.planned),

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from strawflow.errors import InvalidInputError
-from strawflow.index import events
+from strawflow.index import events, slots
 from strawflow.index.prepared import Prepared, Transaction, rows_value
 from strawflow.index.units import COLUMN_NAMES, Unit, to_unit
 from strawflow.states import UnitState
@@ -120,7 +120,7 @@ WHERE unit_id IN (SELECT unit_id FROM picked) RETURNING {columns}, claim_class, 
 _CLAIM_MANY = Prepared(
     _CLAIM.format(
         eligible=_ELIGIBLE,
-        how=f"crashes < {CRASHES_BEFORE_ALONE}",
+        how=f"crashes < {CRASHES_BEFORE_ALONE} AND NOT {slots.CLOSED}",
         order=_ORDER,
         columns=", ".join(COLUMN_NAMES),
     )
@@ -128,7 +128,7 @@ _CLAIM_MANY = Prepared(
 _CLAIM_SUSPECT = Prepared(
     _CLAIM.format(
         eligible=_ELIGIBLE,
-        how=f"crashes >= {CRASHES_BEFORE_ALONE}",
+        how=f"crashes >= {CRASHES_BEFORE_ALONE} AND NOT {slots.CLOSED}",
         order=_ORDER,
         columns=", ".join(COLUMN_NAMES),
     )
@@ -196,7 +196,8 @@ def claim(
 ) -> list[Unit]:
     """Lease up to `wanted.limit` ready units to a live session, in the order of claims; empty when there is none.
 
-    A unit with a record of crashes is granted only when the session holds nothing else, and then alone.
+    A unit with a record of crashes is granted only when the session holds nothing else, and then alone. A session whose
+    engine is quarantined, draining or gone is granted nothing.
     """
     values = {**_filter(branch_id, wanted), "session_id": session_id, "num_units": wanted.limit}
     values["first_fence"] = incarnation * FENCES_PER_INCARNATION + 1

@@ -29,7 +29,7 @@ from sqlalchemy import (
     text,
 )
 
-from strawflow.states import BatchState, PackState, SessionState, UnitState, WeightState
+from strawflow.states import BatchState, EngineState, PackState, SessionState, UnitState, WeightState
 
 metadata = MetaData(
     naming_convention={
@@ -412,6 +412,28 @@ engines = Table(
     Column("build", String, nullable=False),
     Column("version_id", String),  # what the engine itself reported last
     Column("updated_at", String, nullable=False),
+)
+
+engine_slots = Table(
+    "engine_slots",
+    metadata,
+    Column("slot_id", BigKey, primary_key=True, autoincrement=True),
+    Column("model", String, nullable=False),  # policy, or a frozen model of the topology
+    Column("placement", Integer),  # which of the topology's; null: one server, by the run's own flags
+    Column("url", String),  # attached; null: started by the run itself
+    Column("state", String, nullable=False),
+    Column("is_by_hand", Boolean, nullable=False),  # its worker was started by hand: no supervisor starts one
+    Column("session_id", String),  # the worker that has it now
+    Column("reason", Text),  # quarantined: why
+    Column("last_error", Text),
+    Column("num_garbage", BigInteger, nullable=False),  # answers that could not be used, ever
+    Column("strikes", Integer, nullable=False),  # quarantines since it last served well for a while
+    Column("retry_at", Float),  # index time, seconds: a quarantined one of our own is not started before
+    Column("tokens_per_s", Float),
+    Column("updated_at", String, nullable=False),
+    _one_of("state", EngineState),
+    CheckConstraint("(state = 'quarantined') = (reason IS NOT NULL)", name="quarantined_iff_reason"),
+    Index("ix_engine_slots_session_id", "session_id", **_where("session_id IS NOT NULL")),
 )
 
 steps = Table(

@@ -14,7 +14,7 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from strawflow import clock
-from strawflow.index import branches, events
+from strawflow.index import branches, events, slots
 from strawflow.index import tables as t
 from strawflow.index.engine import lock_rows, share_rows
 from strawflow.index.pins import PinKind, is_pinned
@@ -234,8 +234,9 @@ def report_engine(
 
 
 def forget_engines(connection: Connection, session_id: str) -> None:
-    """Remove the engines of a session that is gone."""
+    """Remove the engines of a session that is gone; the slots it had are free again."""
     connection.execute(sa.delete(t.engines).where(t.engines.c.session_id == session_id))
+    slots.vacate(connection, session_id)
 
 
 @dataclass(frozen=True)

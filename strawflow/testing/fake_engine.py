@@ -46,6 +46,12 @@ class Faults:
     """Every nth /generate lacks the last log-probability of its first sample."""
     nan_logprobs: int = 0
     """Every nth /generate has NaN as the first log-probability of its first sample."""
+    masked_logprobs: int = 0
+    """Every nth /generate has -9999, SGLang's word for one that was never computed, as the first log-probability."""
+    positive_logprobs: int = 0
+    """Every nth /generate has a log-probability above 0."""
+    odd_version: int = 0
+    """Every nth /generate names weights that were never loaded."""
     wrong_version: bool = False
     """Weight updates succeed, and the old label stays."""
     die_on_update: int = 0
@@ -427,8 +433,16 @@ def _due(every_nth: int, number: int) -> bool:
 def _spoil(meta: dict[str, Any], faults: Faults, number: int) -> None:
     if _due(faults.short_logprobs, number):
         meta["output_token_logprobs"] = meta["output_token_logprobs"][:-1]
-    if _due(faults.nan_logprobs, number) and meta["output_token_logprobs"]:
-        meta["output_token_logprobs"][0][0] = float("nan")
+    first = {
+        faults.nan_logprobs: float("nan"),
+        faults.masked_logprobs: -9999.0,
+        faults.positive_logprobs: 0.5,
+    }
+    for every_nth, value in first.items():
+        if _due(every_nth, number) and meta["output_token_logprobs"]:
+            meta["output_token_logprobs"][0][0] = value
+    if _due(faults.odd_version, number):
+        meta["weight_versions"] = [{**span, "version": "of nobody"} for span in meta["weight_versions"]]
 
 
 class _Server(ThreadingHTTPServer):

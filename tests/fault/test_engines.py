@@ -6,15 +6,17 @@ import asyncio
 import json
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from strawflow.cli.main import main
 from strawflow.errors import ConflictError
 from strawflow.flow import engines
 from strawflow.flow.progress import standing
 from strawflow.flow.run import Run, open_run
 from strawflow.flow.session import WorkerSession
-from strawflow.index import units
+from strawflow.index import events, units
 from strawflow.states import UnitState
 from strawflow.testing.fake_engine import FakeEngine, FakeEngineOptions, Faults
 from strawflow_workers.drain import Drain
@@ -53,6 +55,53 @@ def test_a_run_goes_on_with_the_engines_that_are_left(tmp_path: Path) -> None:
         run.close()
         assert not failed, "the engine's end was held against the groups it had"
     check_finished(root, {})
+
+
+def test_an_engine_added_in_the_middle_takes_over_from_one_that_is_drained(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    slow = FakeEngineOptions(mean_tokens=10, faults=Faults(token_s=0.1))
+    with FakeEngine(slow) as first, FakeEngine(slow) as second:
+        settings: dict[str, Any] = {"max_response_tokens": 12, "units_in_flight": 4, "max_staleness": 2}
+        settings["over_provision"] = 4
+        make_run(root, engine="fake", steps=9, seed=5, engine_urls=[first.url], **settings).close()
+        supervised = SupervisedRun(root)
+        supervised.start()
+        run = open_run(root)
+        wait_until(lambda: num_planned(run) >= 4, seconds=90, what="the fourth step")
+        first.set_faults(token_s=1.0)  # what it gets from now on is in flight for seconds
+        strawflow("engine", "add", str(root), "--url", second.url)
+        wait_until(
+            lambda: states(run) == {1: "serving", 2: "serving"} and num_generated(first) > 0,
+            seconds=60,
+            what="the second engine",
+        )
+        strawflow("engine", "drain", str(root), "1")
+        wait_until(lambda: states(run) == {1: "gone", 2: "serving"}, seconds=30, what="the first to be gone")
+        num_before = num_generated(first)
+        supervised.finish(seconds=150)
+        assert num_generated(first) == num_before
+        with run.index.read() as connection:
+            drained = [
+                e["session_id"] for e in events.latest(connection, limit=5000, name_prefix="engine.draining")
+            ]
+            parked_by = {
+                e["session_id"] for e in events.latest(connection, limit=5000, name_prefix="units.parked")
+            }
+            assert set(drained) <= parked_by, "what the drained engine had in flight was thrown away"
+            assert events.count_by_name(connection).get("worker.restarted", 0) == 0
+            assert not units.listed(connection, run.branch, state=UnitState.FAILED)
+        run.close()
+    check_finished(root, {})
+
+
+def states(run: Run) -> dict[int, str]:
+    return {e.slot_id: e.state.value for e in engines.standing(run, with_gone=True)}
+
+
+def strawflow(*words: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(list(words))
+    assert ended.value.code == 0
 
 
 def test_an_engine_of_one_worker_is_refused_to_another(tmp_path: Path) -> None:

@@ -104,9 +104,9 @@ def trainer_of(run: Run) -> Iterator[Callable[[int], str]]:
 class Worker:
     """A rollout worker in a thread of this process, beside a trainer role that publishes weights."""
 
-    def __init__(self, run: Run, *, engine_url: str | None = None) -> None:
+    def __init__(self, run: Run, *, engine_url: str | None = None, slot_id: int | None = None) -> None:
         self.run = run
-        self._engine_url = engine_url
+        self._engine_url, self._slot_id = engine_url, slot_id
         self.drain = Drain()
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._work)
@@ -142,7 +142,8 @@ class Worker:
     def _work(self) -> None:
         try:
             with WorkerSession(self.run, "rollout") as session:
-                asyncio.run(RolloutLoop(session, self.drain, engine_url=self._engine_url).run())
+                loop = RolloutLoop(session, self.drain, engine_url=self._engine_url, slot_id=self._slot_id)
+                asyncio.run(loop.run())
         except BaseException as error:
             self.error = error
 

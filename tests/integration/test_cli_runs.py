@@ -19,6 +19,7 @@ from strawflow.errors import ConfigError
 from strawflow.index import migrate
 from strawflow.index.engine import Index
 from strawflow.testing.runs import prompt_lines
+from strawflow_workers.rollout.sglang_flags import ROUTER, check_flags
 from tests.conftest import CliResult
 
 Cli = Callable[..., CliResult]
@@ -114,6 +115,45 @@ def test_flags_of_sglang_are_taken_apart_and_refused_by_the_installed_one(cli: C
     )
     assert refused.returncode == ConfigError.exit_code
     assert "did you mean --sglang-mem-fraction-static?" in refused.stderr
+    assert not (tmp_path / "runs/b").exists()
+
+
+def test_flags_of_the_router_are_refused_by_the_installed_one_or_kept_for_a_topology_that_has_one(
+    cli: Cli, tmp_path: Path
+) -> None:
+    words = ["a", "--router-policy", "random", "--router-args", '["--x"]', "--router-dp-aware"]
+    assert split_engine_flags(words, prefix="--router-") == (
+        ["--policy", "random", "--dp-aware"],
+        ["a", "--router-args", '["--x"]'],
+    )
+    assert "stands behind a router" in cli("run", "create", "a", "--router-policy", "random").err
+    topology = tmp_path / "topology.yaml"
+    topology.write_text("models: [{name: policy, server_groups: [{count: 2, engines_per_worker: 2}]}]\n")
+    with_router = ("--topology", str(topology), "--rollout.engine", "fake")
+    kept = create(cli, "a", *with_router, "--router-policy", "random", "--json").json["config"]["rollout"]
+    assert kept["router_args"] == ["--policy", "random"]
+    assert kept["topology"]["models"][0]["server_groups"][0]["count"] == 2
+    refused = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "strawflow.cli.main",
+            "run",
+            "create",
+            "b",
+            *with_router,
+            "--router-polcy",
+            "random",
+        ],
+        capture_output=True,
+        text=True,
+    )
+    assert refused.returncode == ConfigError.exit_code
+    assert "did you mean --router-policy?" in refused.stderr
+    with pytest.raises(ConfigError, match="--router-port cannot be set: a free port is taken"):
+        check_flags(["--port", "1"], ROUTER)
+    with pytest.raises(ConfigError, match="SGLang's router does not take --policy best"):
+        check_flags(["--policy", "best"], ROUTER)
     assert not (tmp_path / "runs/b").exists()
 
 

@@ -57,7 +57,7 @@ def test_responses_are_stored_with_logprobs_and_the_version_that_sampled_them(
 
 
 def test_short_log_probabilities_fail_the_sample_with_the_reason(make_run: Callable[..., Run]) -> None:
-    rows = run_until(make_run(engine_options={"short-logprobs": "1"}), NUM_UNITS)
+    rows = run_until(make_run(engine_options={"short-logprobs": "1"}, quarantine_after=0), NUM_UNITS)
     assert {row["status"] for row in rows} == {"failed"}
     assert all(row["reward"] is None for row in rows)
     assert all("log-prob" in row["failure"] for row in rows), rows[0]["failure"]

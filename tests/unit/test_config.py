@@ -21,6 +21,7 @@ from strawflow.config import (
 from strawflow.errors import ConfigError
 from strawflow.eval_datasets import EvalDataset
 from strawflow.prompt_sets import PromptSet
+from strawflow.topology import Topology
 
 
 @pytest.fixture
@@ -97,6 +98,9 @@ def another(name: str, default: Any) -> tuple[str, Any]:
         return "[5, 7]", (5, 7)
     if name == "data.prompts":
         return "sums.jsonl:2", (PromptSet(name="sums", path="sums.jsonl", weight=2.0),)
+    if name == "rollout.topology":
+        tree = {"models": [{"name": "policy", "server_groups": [{"count": 2}]}]}
+        return json.dumps(tree), Topology.model_validate(tree)
     if name == "eval.datasets":
         whole = {"samples_per_prompt": 2, "greedy": False, "max_response_tokens": 9, "reward": "exact"}
         entry = {"name": "sums", **whole, "reward_shape": "raw"}

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from strawflow_workers.drain import Drain
 
 
+WORKERS = ("rollout", "engine", "assemble", "train")
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run one verb and return the process's exit code."""
     signal.signal(signal.SIGINT, _leave)  # until a worker knows how to drain
@@ -42,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return VERBS[arguments.verb](arguments)
     except StrawflowError as error:
-        if arguments.verb in ("rollout", "assemble", "train"):
+        if arguments.verb in WORKERS:
             logging.getLogger(__name__).exception("the worker ends")
         elif arguments.json:
             shown = {"error": {"kind": error.kind, "message": error.message, "facts": error.facts}}
@@ -59,12 +62,16 @@ def _leave(_number: int, _frame: FrameType | None) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m strawflow_workers.entry", description=__doc__)
     verbs = parser.add_subparsers(dest="verb", required=True)
-    for verb in ("rollout", "assemble", "train"):
+    for verb in WORKERS:
         worker = verbs.add_parser(verb)
         worker.add_argument("run", type=Path)
         worker.add_argument("--die-with-parent", type=int, metavar="PID", help="end when this parent does")
         if verb == "rollout":
             worker.add_argument("--engine-url", help="use this running engine instead of starting one")
+        if verb in ("rollout", "engine"):
+            worker.add_argument(
+                "--slot", type=int, metavar="ID", help="be the worker of this engine of the run"
+            )
     supervise = verbs.add_parser("supervise")
     supervise.add_argument("run", type=Path)
     supervise.add_argument("--json", action="store_true")
@@ -73,11 +80,12 @@ def _parser() -> argparse.ArgumentParser:
     replay.add_argument("--from-step", type=int)
     replay.add_argument("--to-step", type=int)
     replay.add_argument("--json", action="store_true")
-    flags = verbs.add_parser("sglang-flags")
-    flags.add_argument("--json", action="store_true")
-    flags.add_argument(
-        "--check", nargs=argparse.REMAINDER, help="server arguments to check instead of listing all"
-    )
+    for verb in ("sglang-flags", "router-flags"):
+        flags = verbs.add_parser(verb)
+        flags.add_argument("--json", action="store_true")
+        flags.add_argument(
+            "--check", nargs=argparse.REMAINDER, help="arguments to check instead of listing all"
+        )
     reward = verbs.add_parser("reward")
     reward.add_argument("spec")
     reward.add_argument("--file", type=Path, required=True)
@@ -123,9 +131,19 @@ def _rollout(arguments: argparse.Namespace) -> int:
     from strawflow_workers.rollout.loop import RolloutLoop
 
     def work(session: WorkerSession, drain: Drain) -> None:
-        asyncio.run(RolloutLoop(session, drain, engine_url=arguments.engine_url).run())
+        asyncio.run(
+            RolloutLoop(session, drain, engine_url=arguments.engine_url, slot_id=arguments.slot).run()
+        )
 
     return _work("rollout", arguments, work)
+
+
+def _engine(arguments: argparse.Namespace) -> int:
+    from strawflow_workers.rollout.frozen_engine import serve_frozen
+
+    return _work(
+        "engine", arguments, lambda session, drain: serve_frozen(session, drain, slot_id=arguments.slot)
+    )
 
 
 def _assemble(arguments: argparse.Namespace) -> int:
@@ -154,19 +172,20 @@ def _replay(arguments: argparse.Namespace) -> int:
     )
 
 
-def _sglang_flags(arguments: argparse.Namespace) -> int:
+def _flags(arguments: argparse.Namespace) -> int:
     from strawflow_workers.rollout import sglang_flags
 
+    program = sglang_flags.SERVER if arguments.verb == "sglang-flags" else sglang_flags.ROUTER
     if arguments.check is not None:
-        sglang_flags.check_flags(arguments.check)
+        sglang_flags.check_flags(arguments.check, program)
         return 0
-    found = sglang_flags.known_flags()
+    found = sglang_flags.known_flags(program)
     if arguments.json:
         print(json.dumps([asdict(flag) for flag in found]))
         return 0
     for flag in found:
         value = " VALUE" if flag.has_value else ""
-        print(f"  --sglang-{flag.name}{value}  [default: {flag.default}]")
+        print(f"  {program.prefix}{flag.name}{value}  [default: {flag.default}]")
         for line in textwrap.wrap(flag.help, 116):
             print(f"      {line}")
     return 0
@@ -204,11 +223,13 @@ def _quickstart(arguments: argparse.Namespace) -> int:
 
 VERBS: dict[str, Callable[[argparse.Namespace], int]] = {
     "rollout": _rollout,
+    "engine": _engine,
     "assemble": _assemble,
     "train": _train,
     "supervise": _supervise,
     "replay": _replay,
-    "sglang-flags": _sglang_flags,
+    "sglang-flags": _flags,
+    "router-flags": _flags,
     "reward": _reward,
     "hook": _hook,
     "quickstart": _quickstart,

@@ -4,7 +4,10 @@
 2. Children die with the supervisor (the kernel sees to it), so a kill of everything leaves nothing running.
 3. A worker that dies again and again without the run getting on ends the run, with the end of its log; errors that a
    restart cannot mend (configuration, corruption, starvation) end it at once.
-4. The lock file only tells a second supervisor that it is one too many; correctness rests on fences.
+4. There is one rollout worker for each engine that the run wants, as the index says now (flow.engines): added and removed
+   while the run goes on. A worker whose engine is quarantined is no dead worker: it is started when its engine may be tried
+   again. One engine that dies again and again does not end the run while another serves.
+5. The lock file only tells a second supervisor that it is one too many; correctness rests on fences.
 """
 
 from __future__ import annotations
@@ -39,6 +42,7 @@ from strawflow.flow import eval_consumer, inputs, progress, rescue, tally
 from strawflow.flow.run import Run, open_run
 from strawflow.flow.session import WorkerSession
 from strawflow_workers.drain import Drain
+from strawflow_workers.wanted_engines import Due, WantedEngines
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +60,8 @@ FINAL_ERRORS: dict[int, type[StrawflowError]] = {
 MAX_DEATHS_WITHOUT_PROGRESS = 5
 MAX_INDEX_FAULTS = 12
 BACKOFF_S = (0.0, 0.2, 1.0, 3.0, 8.0)
+ENGINE_BACKOFF_S = (*BACKOFF_S, 15.0, 30.0, 60.0)
+"""Of a rollout worker that goes on dying while others serve."""
 DRAIN_TIMEOUT_S = 30.0
 TICK_S = 0.1
 UPKEEP_S = 1.0
@@ -67,6 +73,8 @@ class Child:
 
     kind: str
     arguments: tuple[str, ...] = ()
+    slot_id: int | None = None
+    """Number of its engine."""
     process: subprocess.Popen[bytes] | None = None
     log_path: Path | None = None
     attempt: int = 0
@@ -75,6 +83,8 @@ class Child:
     """Last planned step when it last died: progress since then pardons."""
     start_at: float = 0.0
     is_done: bool = False
+    ends_by: float | None = None
+    """Its engine is gone: it is killed then."""
 
 
 @dataclass
@@ -85,13 +95,12 @@ class Supervisor:
     drain: Drain
     on_tick: Callable[[], None] = lambda: None
     children: list[Child] = field(init=False)
+    _engines: WantedEngines = field(init=False)
     _upkeep_at: float = 0.0
 
     def __post_init__(self) -> None:
-        rollout = self.run.config.rollout
-        attached = [("--engine-url", url) for url in rollout.engine_urls]
         self.children = [Child("train"), Child("assemble")]
-        self.children += [Child("rollout", arguments) for arguments in attached or [()] * rollout.engines]
+        self._engines = WantedEngines(self.run)
 
     def supervise(self) -> bool:
         """Run until everything is done; False when drained before the end.
@@ -142,10 +151,11 @@ class Supervisor:
     def _tick(self) -> bool:
         """One round over the children; True when all are done."""
         self._upkeep()
-        for child in self.children:
+        for child in list(self.children):
             self._tend_child(child)
         self.on_tick()
-        return all(child.is_done for child in self.children)
+        # A frozen engine is never done: it is told to end with the run.
+        return all(child.is_done for child in self.children if child.kind != "engine")
 
     def _upkeep(self) -> None:
         """Take back what expired sessions held, and kill children that live on without their session (hung, stopped)."""
@@ -158,13 +168,30 @@ class Supervisor:
             if child.process is not None and child.process.pid in lost:
                 log.warning("the %s worker lost its session and is killed", child.kind)
                 child.process.kill()
+        self._follow_engines()
+
+    def _follow_engines(self) -> None:
+        """Have a worker for each engine that the run wants now, and none for one that is gone."""
+        self._engines.look()
+        known = {child.slot_id for child in self.children}
+        self.children += [
+            Child(self._engines.kind(slot_id), ("--slot", str(slot_id)), slot_id)
+            for slot_id in self._engines.slots
+            if slot_id not in known
+        ]
+        for child in self.children:
+            if child.slot_id is None or child.process is None or child.slot_id in self._engines.slots:
+                continue
+            # The worker looks by itself; one that hangs is not waited for.
+            child.ends_by = child.ends_by or time.monotonic() + DRAIN_TIMEOUT_S
+            if time.monotonic() >= child.ends_by:
+                child.process.kill()
 
     def _tend_child(self, child: Child) -> None:
         if child.is_done:
             return
         if child.process is None:
-            if time.monotonic() >= child.start_at:
-                self._start(child)
+            self._start_when_due(child)
             return
         code = child.process.poll()
         if code is None:
@@ -173,8 +200,17 @@ class Supervisor:
         rescue.declare_dead_processes_lost(self.run)
         if code == 0 and self._is_done(child.kind):
             child.is_done = True
-        else:  # also a worker that someone else told to drain
-            self._after_death(child, code)
+        elif child.slot_id is None or not self._engines.left(child.slot_id):
+            self._after_death(child, code)  # also a worker that someone else told to drain
+
+    def _start_when_due(self, child: Child) -> None:
+        due = Due.START if child.slot_id is None else self._engines.due(child.slot_id)
+        if due is Due.FORGET:
+            self.children.remove(child)
+        elif due is Due.WAIT:
+            child.is_done = self._is_done(child.kind)  # the others may have finished meanwhile
+        elif time.monotonic() >= child.start_at:
+            self._start(child)
 
     def _is_done(self, kind: str) -> bool:
         now = progress.standing(self.run)
@@ -230,13 +266,15 @@ class Supervisor:
         planned = progress.standing(self.run).planned
         child.deaths_in_a_row = 1 if planned > child.seen_step else child.deaths_in_a_row + 1
         child.seen_step = planned
-        if child.deaths_in_a_row > MAX_DEATHS_WITHOUT_PROGRESS:
+        others_serve = self._engines.others_serve(child.slot_id)
+        if child.deaths_in_a_row > MAX_DEATHS_WITHOUT_PROGRESS and not others_serve:
             raise WorkerFailedError(
                 f"the {child.kind} worker died {child.deaths_in_a_row} times while the run got nowhere; "
                 f"the end of {child.log_path}: {_last_words(child.log_path)}"
             )
         tally.count_restart(self.run, kind=child.kind, exit_code=code)
-        child.start_at = time.monotonic() + BACKOFF_S[min(child.deaths_in_a_row, len(BACKOFF_S)) - 1]
+        backoff_s = ENGINE_BACKOFF_S if others_serve else BACKOFF_S
+        child.start_at = time.monotonic() + backoff_s[min(child.deaths_in_a_row, len(backoff_s)) - 1]
         log.warning("the %s worker ended with code %d; it is started again", child.kind, code)
 
     def _stop_children(self) -> None:
@@ -330,12 +368,14 @@ def resume(root: Path, *, as_json: bool) -> int:
 def _run_to_the_end(run: Run, drain: Drain, *, as_json: bool) -> bool:
     from strawflow_workers import report
     from strawflow_workers.quickstart.prepare import prepare_if_quickstart
+    from strawflow_workers.rollout import engine_plan
     from strawflow_workers.rollout.hooks import load as hooks
 
     started = time.monotonic()
     prepare_if_quickstart(run)
     inputs.require(run)
     hooks.require(run.config)
+    engine_plan.require_startable(run.config)
     tally.count_resume(run, prepared_s=time.monotonic() - started)
     report.forget_summary(run)
     with report.progress_display(run, as_json=as_json) as display:

@@ -3,172 +3,67 @@
 1. A version counts as served only after the engine itself reported it.
 2. Weights are loaded with nothing in flight, or while the engine is paused (policy `continue`); the engine then tells which
    token which weights sampled, and one that does not tell is never loaded so.
-3. A reload that failed, or an engine that reports other weights, ends the engine; a new one is started and asked again.
+3. A reload that was refused, an engine that reports other weights, or garbage in its answers to several units in a row
+   puts it in quarantine; it serves again after it answered `NUM_PROBES` probes soundly.
+4. A reload without an answer ends the engine; a new one is started and asked again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
-import os
-import subprocess
-import sys
-import threading
 import time
-import urllib.request
-from pathlib import Path
-from typing import Protocol
+from typing import NoReturn
 
-from strawflow.config import RolloutSection
-from strawflow.errors import ConfigError, ConflictError, EngineError
+from strawflow.errors import EngineError, EngineQuarantinedError
 from strawflow.flow import engines
 from strawflow.flow.session import WorkerSession
 from strawflow.ids import new_id
+from strawflow.index.slots import Slot
 from strawflow.index.weights import WeightVersion
+from strawflow.states import EngineState
 from strawflow.weights.verify import verify_weights
+from strawflow_workers.rollout.engine_plan import make_client, policy_process
+from strawflow_workers.rollout.engine_process import AttachedEngine, EngineProcess
+from strawflow_workers.rollout.engine_trust import EngineTrust
 from strawflow_workers.rollout.sglang_client import (
     EngineResponseError,
+    EngineUnavailableError,
+    GarbageAnswerError,
     GenerateRequest,
     Generation,
     OnProgress,
     SglangClient,
 )
-from strawflow_workers.rollout.sglang_server import SglangOptions, SglangServer
 
 log = logging.getLogger(__name__)
 
-
-class EngineProcess(Protocol):
-    """A server process speaking SGLang's HTTP API."""
-
-    @property
-    def url(self) -> str: ...
-
-    def start(self) -> None: ...
-
-    def wait_ready(self) -> None: ...
-
-    def alive(self) -> bool: ...
-
-    def stop(self) -> None: ...
-
-
-class FakeEngineProcess:
-    """strawflow.testing's engine as a child process; for fault tests only."""
-
-    def __init__(self, model_path: Path, log_path: Path, *, version_id: str, options: dict[str, str]) -> None:
-        self._model_path, self._log_path = model_path, log_path
-        self._options = {"weight-version": version_id, **options}
-        self._process: subprocess.Popen[bytes] | None = None
-        self.url = ""
-
-    def start(self) -> None:
-        config = json.loads((self._model_path / "config.json").read_text(encoding="utf-8"))
-        command = [sys.executable, "-m", "strawflow.testing.fake_engine", "--port", "0"]
-        command += ["--vocab-size", str(config["vocab_size"]), "--eos", str(config["eos_token_id"])]
-        command += ["--model-path", str(self._model_path), "--die-with-parent", str(os.getpid())]
-        for name, value in self._options.items():
-            command += [f"--{name}", value]
-        with self._log_path.open("ab") as sink:
-            self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=sink)
-
-    def wait_ready(self) -> None:
-        assert self._process is not None
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise EngineError(f"the fake engine ended while it started; see {self._log_path}")
-        self.url = json.loads(line)["url"]
-
-    def alive(self) -> bool:
-        return self._process is not None and self._process.poll() is None
-
-    def stop(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-
-
-class AttachedEngine:
-    """An engine that someone else started and ends; it must be there within `patience_s` seconds."""
-
-    def __init__(self, url: str, *, patience_s: float = 60.0) -> None:
-        self.url = url.rstrip("/")
-        self._patience_s = patience_s
-        self._is_given_up = threading.Event()
-
-    def start(self) -> None:
-        return
-
-    def wait_ready(self) -> None:
-        deadline = time.monotonic() + self._patience_s
-        while (reason := self._ails()) is not None:
-            if self._is_given_up.wait(0.5) or time.monotonic() > deadline:
-                raise EngineError(f"the engine at {self.url} does not answer: {reason}")
-
-    def _ails(self) -> str | None:
-        try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=10) as answer:
-                return None if answer.status == 200 else f"HTTP {answer.status}"
-        except (OSError, ValueError) as error:  # URLError is an OSError; ValueError: no address
-            return str(error)
-
-    def alive(self) -> bool:
-        return True  # its process is not ours to see; requests and health checks tell
-
-    def stop(self) -> None:
-        """Wait for it no longer; it lives on."""
-        self._is_given_up.set()
-
-
-def saves_progress(config: RolloutSection) -> bool:
-    """Tell whether responses are saved while they are generated."""
-    return config.partial_rollout and bool(config.save_every_s or config.save_every_tokens)
-
-
-def make_process(session: WorkerSession, *, model_path: Path, version_id: str) -> EngineProcess:
-    """Return the (not yet started) engine the configuration asks for, its log in the run's folder."""
-    config = session.run.config.rollout
-    log_path = session.run.root / "logs" / f"engine-{session.session_id}.log"
-    log_path.parent.mkdir(exist_ok=True)
-    # Weights are stored without a tokenizer; only an engine that looks for texts or counts tokens up needs one.
-    needs_text = bool(config.stop or config.min_response_tokens)
-    streaming = ("--incremental-streaming-output", "--stream-interval", str(config.stream_interval))
-    of_tokenizer = ("--tokenizer-path", str(session.run.model_path)) if needs_text else ()
-    match config.engine:
-        case "sglang":
-            return SglangServer(
-                SglangOptions(
-                    model_path=model_path,
-                    log_path=log_path,
-                    weight_version=version_id,
-                    load_tokenizer=needs_text,
-                    extra_args=(
-                        *of_tokenizer,
-                        *(streaming if saves_progress(config) else ()),
-                        *config.engine_args,
-                    ),
-                )
-            )
-        case "fake":
-            return FakeEngineProcess(
-                model_path,
-                log_path,
-                version_id=version_id,
-                options={"stream-interval": str(config.stream_interval), **config.engine_options},
-            )
-        case other:
-            raise ConfigError(f"rollout.engine {other!r} is not known")
+NUM_PROBES = 4
+"""Answers that an engine which was quarantined must give soundly before it serves again."""
+PROBE_TOKENS = 8
+NOTE_S = 5.0
+"""How often what was seen of an engine is stored."""
 
 
 class ServedEngine:
     """An engine process with its client; `serving` is what it last reported itself."""
 
-    def __init__(self, session: WorkerSession, *, num_connections: int, url: str | None = None) -> None:
+    def __init__(
+        self,
+        session: WorkerSession,
+        *,
+        num_connections: int,
+        url: str | None = None,
+        slot_id: int | None = None,
+    ) -> None:
+        """`slot_id` is the number of the engine that the run wants; without it this worker's own is noted, at `url` if given."""
         self._session = session
-        self._url = url
+        self._url, self._slot_id = url, slot_id
+        self._slot: Slot | None = None
+        self._trust = EngineTrust(session.run.config.rollout.quarantine_after)
+        self._quarantined: EngineQuarantinedError | None = None
+        self._noted_at = time.monotonic()
         self._num_connections = num_connections
         self._process: EngineProcess | None = None
         self._client: SglangClient | None = None
@@ -187,7 +82,7 @@ class ServedEngine:
     def stream_interval(self) -> int:
         """Tokens after which it tells how far a response has come; 0: responses are not saved while they are generated."""
         config = self._session.run.config.rollout
-        return config.stream_interval if saves_progress(config) else 0
+        return config.stream_interval if config.saves_progress else 0
 
     @property
     def client(self) -> SglangClient:
@@ -208,19 +103,23 @@ class ServedEngine:
 
         Raises:
             EngineError: it did not start, or serves something else.
+            EngineQuarantinedError: it is quarantined, now or before.
+            ConflictError: it serves another worker.
         """
         folder = self._session.run.root / version.path
-        if self._url is not None:
-            await asyncio.to_thread(self._require_free, self._url)
+        self._slot = await asyncio.to_thread(
+            engines.take, self._session, slot_id=self._slot_id, url=self._url
+        )
+        self._url = self._slot.url
         await self._tell(version.version_id, url="", build="starting")  # keeps its files from being removed
         await asyncio.to_thread(verify_weights, folder, version.digest)
         if self._url is None:
-            self._process = make_process(self._session, model_path=folder, version_id=version.version_id)
+            self._process = policy_process(self._session, self._slot, folder, version_id=version.version_id)
         else:
             self._process = AttachedEngine(self._url)
         self._process.start()
         await asyncio.to_thread(self._process.wait_ready)
-        self._client = SglangClient(self._process.url, max_connections=self._num_connections)
+        self._client = make_client(self._process, max_connections=self._num_connections)
         info = await self._client.server_info()
         self.build = f"{self._session.run.config.rollout.engine} {info.get('version', '')}".strip()
         reported = await self._client.weight_version()
@@ -229,6 +128,9 @@ class ServedEngine:
             await self.reload(version)
         else:
             await self._report(reported, version)
+        if self._slot.strikes:
+            await self._probe_sound()
+        await asyncio.to_thread(engines.serve, self._session, self._slot.slot_id)
         if self._session.run.config.rollout.on_new_weights == "continue":
             self.can_continue = await self._probe_continue()
             if not self.can_continue:
@@ -247,7 +149,23 @@ class ServedEngine:
         Raises:
             EngineResponseError: other weights sampled one, it was aborted by others, or cannot be used.
             EngineUnavailableError: no answer.
+            EngineQuarantinedError: such answers came to be too many; nothing more is asked of it.
         """
+        self.require_trusted()
+        try:
+            found = await self._answered(request, on_progress)
+        except GarbageAnswerError as error:
+            reason = self._trust.garbage(request.rid, error.reason)
+            if reason is not None:
+                await self._quarantine(reason)
+            raise
+        except EngineUnavailableError as error:
+            self._trust.error(error.message)
+            raise
+        self._trust.sound(num_tokens=sum(len(generation.output_ids) for generation in found))
+        return found
+
+    async def _answered(self, request: GenerateRequest, on_progress: OnProgress | None) -> list[Generation]:
         served_from = len(self.served)
 
         def tell(place: int, generation: Generation) -> None:
@@ -267,7 +185,48 @@ class ServedEngine:
         """Refuse what other weights sampled than those served since a request began (`served` was so long then)."""
         allowed = self.served[max(0, served_from - 1) :]
         if sampled := set(generation.weight_versions).difference(allowed):
-            raise EngineResponseError(f"sampled from {sorted(sampled)}, asked of {self.serving}")
+            raise GarbageAnswerError(f"sampled from {sorted(sampled)}, asked of {self.serving}")
+
+    def require_trusted(self) -> None:
+        """Raise EngineQuarantinedError when this engine was put in quarantine."""
+        if self._quarantined is not None:
+            raise self._quarantined
+
+    async def look_after(self) -> EngineState | None:
+        """Store now and then how the engine does; returns its state, in which an operator's decision shows. None: not started."""
+        if self._slot is None:
+            return None
+        slot_id = self._slot.slot_id
+        if time.monotonic() - self._noted_at >= NOTE_S:
+            self._noted_at, seen = time.monotonic(), self._trust.seen()
+            await asyncio.to_thread(
+                engines.note,
+                self._session,
+                slot_id,
+                num_garbage=seen.num_garbage,
+                tokens_per_s=seen.tokens_per_s,
+                last_error=seen.last_error,
+                serves_well=seen.serves_well,
+            )
+        return await asyncio.to_thread(engines.state_of, self._session.run, slot_id)
+
+    async def _quarantine(self, reason: str) -> NoReturn:
+        """Put this engine in quarantine, once, and raise that it is."""
+        if self._quarantined is None and self._slot is not None:
+            self._quarantined = EngineQuarantinedError(f"{self._slot.name} is quarantined: {reason}")
+            log.error("%s", self._quarantined)
+            await asyncio.to_thread(engines.quarantine, self._session, self._slot.slot_id, reason=reason)
+        assert self._quarantined is not None
+        raise self._quarantined
+
+    async def _probe_sound(self) -> None:
+        """Ask for some tokens before anything is granted: an engine that gave garbage must show that it gives none now."""
+        params = {"max_new_tokens": PROBE_TOKENS, "temperature": 1.0}
+        for _ in range(NUM_PROBES):
+            try:
+                await self._answered(GenerateRequest(input_ids=[0], sampling_params=params))
+            except EngineResponseError as error:
+                await self._quarantine(f"its answer to a probe: {error.reason}")
 
     async def reload(self, version: WeightVersion) -> None:
         """Load another version and check that the engine reports it.
@@ -299,7 +258,10 @@ class ServedEngine:
 
     async def _load(self, version: WeightVersion) -> None:
         folder = self._session.run.root / version.path
-        await self.client.update_weights_from_disk(folder, version.version_id)
+        try:
+            await self.client.update_weights_from_disk(folder, version.version_id)
+        except EngineResponseError as error:
+            await self._quarantine(error.reason)
         await self._report(await self.client.weight_version(), version)
 
     async def _probe_continue(self) -> bool:
@@ -314,14 +276,6 @@ class ServedEngine:
             return False
         return answer.tells_spans
 
-    def _require_free(self, url: str) -> None:
-        holders = [e.session_id for e in engines.listed(self._session.run) if e.url == url.rstrip("/")]
-        if set(holders) - {self._session.session_id}:
-            raise ConflictError(
-                f"the engine at {url} serves another worker already; an engine has one, which loads its weights",
-                session_id=holders[0],
-            )
-
     async def stop(self) -> None:
         if self._client is not None:
             if self._url is not None:  # it lives on: nobody waits for these answers any more
@@ -333,10 +287,8 @@ class ServedEngine:
 
     async def _report(self, reported: str, expected: WeightVersion) -> None:
         if reported != expected.version_id:
-            raise EngineError(
-                f"the engine reports weights {reported!r} after it was given {expected.version_id!r}; "
-                "it is stopped and started again",
-                engine_id=self.engine_id,
+            await self._quarantine(
+                f"it reports weights {reported!r} after it was given {expected.version_id!r}"
             )
         await self._tell(reported)
         if self.served[-1:] != [reported]:

@@ -39,9 +39,10 @@ from strawflow.flow.trajectory import PARTIAL, UnitResult
 from strawflow.ids import new_id
 from strawflow.index.leases import Wanted
 from strawflow.index.weights import WeightVersion
+from strawflow.states import EngineState
 from strawflow_workers.drain import Drain
 from strawflow_workers.rollout.demonstrations import demonstration
-from strawflow_workers.rollout.engine import ServedEngine, saves_progress
+from strawflow_workers.rollout.engine import ServedEngine
 from strawflow_workers.rollout.generate import RolloutHooks, UnitGenerator
 from strawflow_workers.rollout.hooks.mixed import mixing_hooks
 from strawflow_workers.rollout.profile_rewards import ProfileRewards
@@ -79,13 +80,21 @@ class _Seen:
 class RolloutLoop:
     """Work until everything is planned and evaluated, or the worker is told to drain."""
 
-    def __init__(self, session: WorkerSession, drain: Drain, *, engine_url: str | None = None) -> None:
-        """`engine_url` names an engine that runs already; without it the worker starts one of its own."""
+    def __init__(
+        self,
+        session: WorkerSession,
+        drain: Drain,
+        *,
+        engine_url: str | None = None,
+        slot_id: int | None = None,
+    ) -> None:
+        """`slot_id` is the number of an engine that the run wants. `engine_url` names one that runs already; without both the
+        worker starts one of its own."""
         self._session, self._drain = session, drain
         self._run = session.run
         self._config = session.run.config
         self._shelf = PromptShelf(session)
-        self._engine = ServedEngine(session, num_connections=1024, url=engine_url)
+        self._engine = ServedEngine(session, num_connections=1024, url=engine_url, slot_id=slot_id)
         self._in_flight: dict[asyncio.Task[UnitResult], Grant] = {}
         self._finished: list[UnitResult] = []
         self._broken_off: list[UnitResult] = []
@@ -141,6 +150,7 @@ class RolloutLoop:
 
     async def _serve(self) -> bool:
         """One round with a ready engine; True when something moved."""
+        self._engine.require_trusted()
         if not self._engine.alive():
             raise EngineError("the engine's process ended; this worker starts again with a new one")
         await self._gather_done()
@@ -201,7 +211,7 @@ class RolloutLoop:
 
     async def _save_if_due(self) -> None:
         config = self._config.rollout
-        if not saves_progress(config):
+        if not config.saves_progress:
             return
         most = self._generator.most_unsaved
         is_due = 0 < config.save_every_s <= time.monotonic() - self._saved_at
@@ -241,6 +251,7 @@ class RolloutLoop:
         if task.cancelled():  # others hold the unit
             return
         error = task.exception()
+        self._engine.require_trusted()  # what it said last is not believed either
         if error is None:
             self._failures_in_a_row = 0
             await self._sort(task.result(), grant)
@@ -252,7 +263,7 @@ class RolloutLoop:
             raise error
         assert isinstance(error, Exception)
         if isinstance(error, EngineUnavailableError):
-            if saves_progress(self._config.rollout):
+            if self._config.rollout.saves_progress:
                 await self._save([grant])
             await self._back_off(error)
         # Whatever else went wrong is this unit's own (a prompt the template refuses, say): its attempt failed.
@@ -357,6 +368,8 @@ class RolloutLoop:
     async def _upkeep(self) -> None:
         if time.monotonic() - self._upkeep_at >= UPKEEP_S:
             self._upkeep_at = time.monotonic()
+            if await self._engine.look_after() in (EngineState.DRAINING, EngineState.GONE):
+                self._drain.request()
             await self._blocking(lambda: rescue.rescue_expired(self._run))
             await self._blocking(lambda: eval_consumer.collect(self._run))
             if self._demonstrations_left:

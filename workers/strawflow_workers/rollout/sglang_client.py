@@ -28,6 +28,8 @@ ORIGINAL_LOGPROB_VARIABLE = "SGLANG_RETURN_ORIGINAL_LOGPROB"
 MASKED_LOGPROB = -9000.0
 """At or below: a placeholder for a value that was never computed, not a probability."""
 
+_JSON_TYPES = frozenset({"application/json", "application/octet-stream"})
+"""The second is what the router says of answers that it put together from a prefill and a decode server."""
 _IDLE_S = 2.0
 """An idle connection is closed here first. SGLang's server closes it after 5 s: a request sent at that moment on a
 connection kept for longer would be lost, and cost an attempt."""
@@ -41,6 +43,12 @@ class EngineResponseError(EngineError):
     @property
     def reason(self) -> str:
         return self.message
+
+
+class GarbageAnswerError(EngineResponseError):
+    """The engine answered with what no sound engine answers: log-probabilities or weight versions that cannot be true."""
+
+    kind = "engine_garbage"
 
 
 class EngineUnavailableError(EngineError):
@@ -80,6 +88,16 @@ class Generation:
     tells_spans: bool = False
     """Whether the engine told by itself which token which weights sampled: one that only names its last weights cannot
     load others inside a request."""
+
+
+ROUTING_HEADER = "X-SMG-Routing-Key"
+"""By this SGLang's router keeps what belongs together with one engine (policy `manual`); engines themselves ignore it."""
+
+
+def routing_headers(body: Mapping[str, Any] | None) -> dict[str, str] | None:
+    """Return headers that keep all requests of a unit, whose name stands before the first dot of `rid`, with one engine."""
+    rid = None if body is None else body.get("rid")
+    return {ROUTING_HEADER: rid.partition(".")[0]} if rid else None
 
 
 def refuse_original_logprobs(environment: Mapping[str, str]) -> None:
@@ -151,7 +169,7 @@ class SglangClient:
         answer = await self._call("POST", "/generate", body)
         samples = answer if isinstance(answer, list) else [answer]
         if len(samples) != request.num_samples:
-            raise EngineResponseError(
+            raise GarbageAnswerError(
                 f"{len(samples)} samples instead of {request.num_samples}", engine=self.url
             )
         return [parse_generation(sample, engine=self.url) for sample in samples]
@@ -273,9 +291,12 @@ class SglangClient:
 
     async def _call(self, method: str, route: str, body: Mapping[str, Any] | None) -> Any:
         try:
-            async with self._open().request(method, f"{self.url}{route}", json=body) as answer:
+            async with self._open().request(
+                method, f"{self.url}{route}", json=body, headers=routing_headers(body)
+            ) as answer:
                 status, text = answer.status, await answer.text()
-                content = await answer.json() if answer.content_type == "application/json" and text else text
+                is_json = answer.content_type in _JSON_TYPES and text
+                content = await answer.json(content_type=None) if is_json else text
         except (aiohttp.ClientError, TimeoutError) as error:
             reason = str(error) or type(error).__name__
             raise EngineUnavailableError(f"{route} got no answer: {reason}", engine=self.url) from error
@@ -382,7 +403,7 @@ def parse_generation(sample: Any, *, engine: str = "") -> Generation:
     """Turn one element of a /generate answer into a Generation.
 
     Raises:
-        EngineResponseError: anything is missing, of unequal length or not a number that can be a log-probability.
+        GarbageAnswerError: anything is missing, of unequal length or not a number that can be a log-probability.
     """
     try:
         meta = sample["meta_info"]
@@ -390,7 +411,7 @@ def parse_generation(sample: Any, *, engine: str = "") -> Generation:
         finish_reason = meta["finish_reason"]["type"]
         prompt_tokens, cached_tokens = int(meta["prompt_tokens"]), int(meta.get("cached_tokens", 0))
     except (KeyError, TypeError, ValueError) as error:
-        raise EngineResponseError(f"the answer lacks a field: {error!r}", engine=engine) from error
+        raise GarbageAnswerError(f"the answer lacks a field: {error!r}", engine=engine) from error
     return Generation(
         output_ids=output_ids,
         logprobs=_logprobs(meta, output_ids, engine),
@@ -405,10 +426,10 @@ def parse_generation(sample: Any, *, engine: str = "") -> Generation:
 def _logprobs(meta: Mapping[str, Any], output_ids: list[int], engine: str) -> list[float]:
     entries = meta.get("output_token_logprobs")
     if entries is None and output_ids:
-        raise EngineResponseError("the log-probabilities are missing", engine=engine)
+        raise GarbageAnswerError("the log-probabilities are missing", engine=engine)
     entries = entries or []
     if len(entries) != len(output_ids):
-        raise EngineResponseError(
+        raise GarbageAnswerError(
             f"{len(entries)} log-probabilities for {len(output_ids)} tokens", engine=engine
         )
     if (sound := _all_sound(entries, output_ids)) is not None:
@@ -416,12 +437,12 @@ def _logprobs(meta: Mapping[str, Any], output_ids: list[int], engine: str) -> li
     logprobs = []
     for place, (entry, token) in enumerate(zip(entries, output_ids, strict=True)):
         if not isinstance(entry, (list, tuple)) or len(entry) < 2:
-            raise EngineResponseError(
+            raise GarbageAnswerError(
                 f"log-probability {place} is {entry!r} instead of [value, token, ...]", engine=engine
             )
         value, of_token = entry[0], entry[1]
         if of_token != token:
-            raise EngineResponseError(
+            raise GarbageAnswerError(
                 f"log-probability {place} is of token {of_token}, not {token}", engine=engine
             )
         if (
@@ -429,7 +450,7 @@ def _logprobs(meta: Mapping[str, Any], output_ids: list[int], engine: str) -> li
             or not math.isfinite(value)
             or not MASKED_LOGPROB < value <= MAX_LOGPROB
         ):
-            raise EngineResponseError(f"log-probability {place} is {value!r}", engine=engine)
+            raise GarbageAnswerError(f"log-probability {place} is {value!r}", engine=engine)
         logprobs.append(float(value))
     return logprobs
 
@@ -453,7 +474,7 @@ def _weight_versions(meta: Mapping[str, Any], num_tokens: int, engine: str) -> l
     if not spans:
         version = meta.get("weight_version")
         if not isinstance(version, str):
-            raise EngineResponseError(f"no weight version, but {version!r}", engine=engine)
+            raise GarbageAnswerError(f"no weight version, but {version!r}", engine=engine)
         return [version] * num_tokens
     versions: list[str] = []
     for span in spans:
@@ -462,12 +483,12 @@ def _weight_versions(meta: Mapping[str, Any], num_tokens: int, engine: str) -> l
             or span.get("start") != len(versions)
             or not isinstance(span.get("version"), str)
         ):
-            raise EngineResponseError(
+            raise GarbageAnswerError(
                 f"the weight version spans do not follow one another: {spans!r:.200}", engine=engine
             )
         versions += [span["version"]] * (int(span["end"]) - len(versions))
     if len(versions) != num_tokens:
-        raise EngineResponseError(
+        raise GarbageAnswerError(
             f"weight version spans of {len(versions)} tokens for {num_tokens}", engine=engine
         )
     return versions

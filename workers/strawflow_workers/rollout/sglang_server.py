@@ -111,7 +111,7 @@ class SglangServer:
         if self.alive():
             raise ConfigError(f"the SGLang server at {self.url} runs already; stop it first")
         refuse_original_logprobs(os.environ)
-        self._port = self.options.port or _free_port(self.options.host)
+        self._port = self.options.port or free_port(self.options.host)
         started: list[subprocess.Popen[bytes] | OSError] = []
         ready = threading.Event()
         threading.Thread(target=self._run, args=(started, ready), name="sglang-parent", daemon=True).start()
@@ -259,7 +259,7 @@ def launch_environment(
     return environment
 
 
-def _free_port(host: str) -> int:
+def free_port(host: str) -> int:
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
