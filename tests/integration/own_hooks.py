@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import urllib.request
+from collections.abc import Sequence
 from typing import Any
 
 from strawflow_workers.rollout.hooks.interfaces import (
@@ -10,6 +13,7 @@ from strawflow_workers.rollout.hooks.interfaces import (
     Rollout,
     Sample,
     Segment,
+    TurnKey,
     Verdict,
 )
 
@@ -156,3 +160,48 @@ def logs_and_raises(step: int, rows: Any, metrics: Any) -> None:
 
 def prints(step: int, rows: Any, metrics: Any) -> None:
     print(step, len(rows), metrics["mean_reward"])
+
+
+TOOL_CALLS: list[TurnKey] = []
+STANDS_AT: list[int] = []
+"""The turns, counted from 1, after which a session waits until it is broken off; each once."""
+
+
+FLUSHES = [False]
+"""The engine computes every turn's tokens anew, whoever sampled them: equal tokens before give equal bits after."""
+IS_STUCK = [False]
+"""The tool does not come back."""
+
+
+async def counts(number: int, *, key: TurnKey) -> str:
+    """A tool."""
+    TOOL_CALLS.append(key)
+    while IS_STUCK[0]:
+        await asyncio.sleep(0.01)
+    return f" {number + 1}!"
+
+
+async def three_turns(sample: Sample, engine: Engine) -> Sequence[Segment]:
+    """Three turns, each with an answer of a tool after it, the last in a segment of its own; its state counts them."""
+    session = engine.session()
+    while session.turn < 3:
+        if FLUSHES[0]:
+            await asyncio.to_thread(urllib.request.urlopen, f"{engine.url}/flush_cache", b"", 10)
+        if session.turn == 2 and len(session.segments) == 1:
+            session.begin_segment([*sample.prompt_tokens, *session.segments[0].tokens[-4:]])
+        await session.sample({"max_new_tokens": 6, "temperature": 0.0})
+        number = (session.state or {"answers": 0})["answers"]
+        session.add_environment(engine.encode(await session.call(counts, number)))
+        session.save({"answers": number + 1})
+        if session.turn in STANDS_AT:
+            STANDS_AT.remove(session.turn)
+            await asyncio.sleep(3600)
+    return session.segments
+
+
+async def forgets_where_it_was(sample: Sample, engine: Engine) -> Sequence[Segment]:
+    session = engine.session()
+    for _ in range(2):
+        await session.sample({"max_new_tokens": 4})
+        session.save()
+    return session.segments

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import textwrap
+import threading
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from strawflow.config import RunConfig
-from strawflow.errors import ConfigError
+from strawflow.errors import ConfigError, CorruptPackError, InvalidInputError
+from strawflow.flow.trajectory import Member, failed_member
 from strawflow_workers.entry import main
 from strawflow_workers.rollout.hooks import load
-from strawflow_workers.rollout.hooks.check import check
+from strawflow_workers.rollout.hooks.check import CheckEngine, check
+from strawflow_workers.rollout.hooks.interfaces import Sample, TurnKey
 from strawflow_workers.rollout.hooks.slime import arguments
+from strawflow_workers.rollout.hooks.turns import TurnSession
 
 HERE = "tests.integration.own_hooks:"
 SLIME = "tests.integration.slime_functions:"
@@ -78,6 +85,7 @@ def test_every_configured_hook_is_looked_at() -> None:
     [
         HERE + "fans_out",
         HERE + "rewards_itself",
+        HERE + "three_turns",
         HERE + "drops_member_2",
         HERE + "keeps_even_units",
         "nonzero_deviation",
@@ -103,6 +111,11 @@ def test_sound_hooks_pass_the_contract_test(path: str) -> None:
         (HERE + "blocks", "leaves the event loop to others", "await, or use asyncio.to_thread"),
         (HERE + "masks_all", "has tokens to train", "no token has loss_mask 1"),
         (HERE + "asks_for_ever", "ends when its group is broken off", "let Interrupted pass"),
+        (
+            HERE + "forgets_where_it_was",
+            "goes on at each saved turn as if never broken off",
+            "broken off after turn 1 it made another rollout; begin from session.turn",
+        ),
         (HERE + "changes_its_mind", "says the same of the same", "asked again after a restart"),
         (
             HERE + "takes_too_much",
@@ -131,3 +144,100 @@ def test_the_readmes_hook_passes_the_contract_test(tmp_path: Path, monkeypatch: 
     (tmp_path / "turns.py").write_text(textwrap.dedent(code))
     monkeypatch.syspath_prepend(tmp_path)
     assert all(finding.holds for finding in check("turns:generate"))
+
+
+def session_of(saved: Member | None = None, **sampling: Any) -> TurnSession:
+    engine = CheckEngine()
+    sample = Sample(
+        unit_id=1,
+        member=2,
+        prompt="a",
+        prompt_format="text",
+        prompt_tokens=[97],
+        sampling={"max_new_tokens": 20, **sampling},
+        purpose="train",
+    )
+    engine.begin(sample, saved)
+    return engine.session()
+
+
+@pytest.mark.parametrize(
+    "state", [None, b"", b"\x00{\n}", {"board": [1, 2.5, None], "text": "\n"}, "text", 3]
+)
+def test_a_session_goes_on_with_state_and_segments_as_they_were_saved(state: Any) -> None:
+    session = session_of()
+    asyncio.run(session.sample())
+    session.add_environment([7, 8])
+    session.save(0)
+    session.begin_segment([1, 2, 3])
+    session.add_environment([9])
+    session.segments[1].text = "told"
+    session.save(state)
+    session.add_environment([10])
+    again = session_of(session.saved)
+    assert (again.turn, again.state) == (2, state)
+    first, second = again.segments
+    assert (first.tokens, first.logprobs) == (session.segments[0].tokens, session.segments[0].logprobs)
+    assert first.loss_mask == [1] * 17 + [0, 0]
+    assert [bool(version) for version in first.versions] == [True] * 17 + [False] * 2
+    assert (second.tokens, second.loss_mask, second.text, second.prompt_tokens) == (
+        [9],
+        [0],
+        "told",
+        [1, 2, 3],
+    )
+
+
+def test_a_state_comes_back_alike_with_and_without_a_break() -> None:
+    session = session_of()
+    state = {1: (2, 3)}
+    session.save(state)
+    state[1] = (4, 5)
+    assert session.state == session_of(session.saved).state == {"1": [2, 3]}
+
+
+def test_a_session_never_samples_beyond_the_samples_limit() -> None:
+    session = session_of(max_new_tokens=10)
+    session.add_environment([7] * 4)
+    found = asyncio.run(session.sample({"max_new_tokens": 100}))
+    assert (len(found.tokens), found.finish_reason, session.tokens_left) == (6, "length", 0)
+    assert asyncio.run(session.sample()).tokens == []
+    session.begin_segment([1])
+    assert session.tokens_left == 10
+
+
+def test_what_cannot_be_stored_is_refused_when_it_is_saved() -> None:
+    session = session_of()
+    session.save({"turn": 1})
+    for state in (object(), float("nan"), {1, 2}):
+        with pytest.raises((TypeError, ValueError)):
+            session.save(state)
+    session.add_environment([7])
+    session.segments[0].loss_mask = [1, 1]
+    with pytest.raises(InvalidInputError, match="equally many"):
+        session.save()
+    assert (session.turn, session.state, session_of(session.saved).turn) == (1, {"turn": 1}, 1)
+    with pytest.raises(CorruptPackError, match="none that a session wrote"):
+        session_of(replace(session.saved or failed_member(0, ""), environment=b"[]"))
+
+
+def test_calls_of_one_turn_have_keys_of_their_own_and_sync_tools_run_in_a_thread() -> None:
+    session = session_of()
+    caller = threading.get_ident()
+
+    def tool(text: str, *, key: TurnKey) -> tuple[str, TurnKey, bool]:
+        return text, key, threading.get_ident() == caller
+
+    async def turns() -> list[Any]:
+        told = [await session.call(tool, "a"), await session.call(tool, "b")]
+        session.save()
+        return [*told, await session.call(tool, "c")]
+
+    told = asyncio.run(turns())
+    assert [text for text, _, _ in told] == ["a", "b", "c"]
+    assert not any(in_loop for _, _, in_loop in told)
+    assert [(key.turn, key.call, key.member) for _, key, _ in told] == [(0, 0, 2), (0, 1, 2), (1, 0, 2)]
+    assert len({key.content for _, key, _ in told}) == 1
+    session.add_environment([7])
+    (_, key, _) = asyncio.run(session.call(tool, "d"))
+    assert key.content != told[0][1].content

@@ -5,7 +5,8 @@
 3. A failed member is tried once more before its failure stands; one that the sample filter dropped is not.
 4. While the engine is being interrupted nothing new is asked of it: members that it broke off, or that were not asked for
    yet, come back partial. A partial member goes on with its tokens in the prompt and what is left of its token limits.
-5. With a generate hook, it makes each member's rollout; the filter, the reward and the second try are the same.
+5. With a generate hook, it makes each member's rollout; the filter, the reward and the second try are the same. A partial member
+   goes on from the last turn that its session saved.
 """
 
 from __future__ import annotations
@@ -66,10 +67,12 @@ class RolloutHooks:
 
     generate: GenerateHook | None = None
     generate_timeout_s: float = 0.0
+    run_id: str = ""
+    """Stands in the keys that tools are given."""
     sample_filter: SampleFilter | None = None
 
     @classmethod
-    def of(cls, config: RunConfig, *, model_path: str) -> RolloutHooks:
+    def of(cls, config: RunConfig, *, model_path: str, run_id: str = "") -> RolloutHooks:
         """Load those that a configuration names.
 
         Raises:
@@ -78,6 +81,7 @@ class RolloutHooks:
         return cls(
             load_generate(config, model_path=model_path),
             config.rollout.generate_timeout_s,
+            run_id,
             load_sample_filter(config),
         )
 
@@ -98,7 +102,13 @@ class UnitGenerator:
         self._hooked = (
             None
             if hooks.generate is None
-            else HookedRollouts(hooks.generate, engine, tokenizer, timeout_s=hooks.generate_timeout_s)
+            else HookedRollouts(
+                hooks.generate,
+                engine,
+                tokenizer,
+                timeout_s=hooks.generate_timeout_s,
+                run_id=hooks.run_id,
+            )
         )
 
     async def generate(self, grant: Grant) -> UnitResult:
@@ -150,7 +160,9 @@ class UnitGenerator:
         if self._hooked is not None:
             calls = [
                 self._hooked.sample(
-                    self._asked(grant, prompt_tokens, number), f"u{grant.unit_id}.{grant.fence}.m{number}"
+                    self._asked(grant, prompt_tokens, number),
+                    f"u{grant.unit_id}.{grant.fence}.m{number}",
+                    begun.get(number),
                 )
                 for number in numbers
             ]

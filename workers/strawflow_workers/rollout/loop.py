@@ -32,6 +32,7 @@ from strawflow.flow import (
 )
 from strawflow.flow.claim import Grant, PromptShelf
 from strawflow.flow.progress import Standing
+from strawflow.flow.run import identity_of
 from strawflow.flow.session import WorkerSession
 from strawflow.flow.trajectory import PARTIAL, UnitResult
 from strawflow.ids import new_id
@@ -100,7 +101,9 @@ class RolloutLoop:
             EngineError: the engine died or serves wrong weights; start again.
             ConfigError: a reward or hook cannot be used.
         """
-        hooks = RolloutHooks.of(self._config, model_path=str(self._run.model_path))
+        hooks = RolloutHooks.of(
+            self._config, model_path=str(self._run.model_path), run_id=identity_of(self._run.root)
+        )
         version = await self._first_version()
         if version is None:
             return
@@ -230,7 +233,7 @@ class RolloutLoop:
         if all(m.status != PARTIAL for m in result.members):
             self._finished.append(result)
         elif self._config.rollout.partial_rollout and any(
-            m.response_tokens or m.status != PARTIAL for m in result.members
+            m.response_tokens or m.environment is not None or m.status != PARTIAL for m in result.members
         ):
             self._broken_off.append(result)
         else:

@@ -3,6 +3,7 @@
 interfaces.py  what a hook is given and gives back: the signatures, and nothing else; the module that users import
 load.py        from a dotted path to a function whose parameters fit, or a ConfigError
 generated.py   calls the generate hook and makes stored members of what it returns
+turns.py       sessions: rollouts of several turns that go on at the turn where they were broken off
 filtered.py    calls the filters
 logged.py      calls the log hook
 slime.py       takes functions that were written for slime's interfaces

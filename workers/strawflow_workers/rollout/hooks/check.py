@@ -33,6 +33,7 @@ from strawflow_workers.rollout.hooks.interfaces import (
     Segment,
 )
 from strawflow_workers.rollout.hooks.load import KINDS, Function, import_function, load, positional_names
+from strawflow_workers.rollout.hooks.turns import TurnSession
 
 NUM_MEMBERS = 4
 TIMEOUT_S = 30.0
@@ -72,17 +73,33 @@ class CheckEngine:
         self.url = ""
         self.eos_id = EOS
         self.served: Sequence[str] = (VERSION,)
-        self.sampling: Mapping[str, Any] = {}
-        """Of the sample that it is used for."""
         self.interrupts = False
+        self.breaks_at: int | None = None
+        """Interrupts once its session has saved so many turns."""
+        self.begin(_sample(0))
+
+    def begin(self, sample: Sample, saved: Member | None = None) -> None:
+        """Be used for a sample, from what its session saved or afresh."""
+        self._sample, self._saved = sample, saved
+        self.opened: TurnSession | None = None
+        """The hook's session, if it asked for one."""
+
+    def session(self) -> TurnSession:
+        if self.opened is None:
+            self.opened = TurnSession(self, self._sample, run_id="check", saved=self._saved)
+        return self.opened
+
+    def require_going_on(self) -> None:
+        turn = 0 if self.opened is None else self.opened.turn
+        if self.interrupts or (self.breaks_at is not None and turn >= self.breaks_at):
+            raise Interrupted
 
     async def generate(
         self, prompt_tokens: Sequence[int], sampling: Mapping[str, Any] | None = None
     ) -> Generated:
         await asyncio.sleep(0)
-        if self.interrupts:
-            raise Interrupted
-        tokens, is_cut = self._answer({**self.sampling, **(sampling or {})})
+        self.require_going_on()
+        tokens, is_cut = self._answer({**self._sample.sampling, **(sampling or {})})
         return Generated(
             tokens=tokens,
             logprobs=[-0.5] * len(tokens),
@@ -181,6 +198,7 @@ async def _check_generate(hook: Function) -> list[Finding]:
             _stored(members, findings)
             await _bears_a_cut(hook, engine, findings)
             await _breaks_off(hook, engine, findings)
+            await _goes_on(hook, engine, members[0], findings)
     finally:
         await runner.cleanup()
     return findings
@@ -211,7 +229,12 @@ async def _members(hook: Function, engine: CheckEngine, findings: list[Finding])
 
 
 async def _timed(
-    hook: Function, sample: Sample, engine: CheckEngine, *, timeout_s: float = TIMEOUT_S
+    hook: Function,
+    sample: Sample,
+    engine: CheckEngine,
+    *,
+    timeout_s: float = TIMEOUT_S,
+    saved: Member | None = None,
 ) -> tuple[Member | BaseException, float]:
     """Call the hook; returns its member or what it raised, and the longest time it kept the event loop."""
     longest = 0.0
@@ -223,7 +246,7 @@ async def _timed(
             await asyncio.sleep(0.01)
             longest = max(longest, time.monotonic() - before)
 
-    engine.sampling = sample.sampling
+    engine.begin(sample, saved)
     watching = asyncio.create_task(watch())
     await asyncio.sleep(0)
     try:
@@ -232,7 +255,7 @@ async def _timed(
         await asyncio.sleep(0.02)
         tokenizer: Any = ByteTokenizer()
         return member_of(
-            sample.member, checked_rollout(found), tokenizer=tokenizer, served=engine.served
+            sample.member, checked_rollout(found), tokenizer=tokenizer, sampled_by=engine.served
         ), longest
     except (Exception, Interrupted) as error:  # what user code raises is what is found
         return error, longest
@@ -277,6 +300,40 @@ async def _breaks_off(hook: Function, engine: CheckEngine, findings: list[Findin
     holds = not isinstance(made, TimeoutError)
     told = "" if holds else f"it went on for {BREAK_OFF_S:g} s; let Interrupted pass, do not ask again"
     findings.append(Finding("ends when its group is broken off", holds, told))
+
+
+async def _goes_on(hook: Function, engine: CheckEngine, whole: Member, findings: list[Finding]) -> None:
+    """Break the hook off at every turn that its session saves; each time it must make the rest as if never broken."""
+    engine.interrupts = False
+    engine.begin(_sample(0))
+    await _timed(hook, _sample(0), engine)
+    num_turns = 0 if engine.opened is None else engine.opened.turn
+    if not num_turns:
+        return
+    requirement = "goes on at each saved turn as if never broken off"
+    for turn in range(1, num_turns + 1):
+        engine.breaks_at = turn
+        made, _ = await _timed(hook, _sample(0), engine)
+        saved = None if engine.opened is None else engine.opened.saved
+        engine.breaks_at = None
+        if isinstance(made, Interrupted) and saved is not None:
+            made, _ = await _timed(hook, _sample(0), engine, saved=saved)
+        if isinstance(made, BaseException):
+            findings.append(Finding(requirement, False, f"after turn {turn}: {_told(made)}"))
+            return
+        if _parts(made) != _parts(whole):
+            told = f"broken off after turn {turn} it made another rollout; begin from session.turn and session.state"
+            findings.append(Finding(requirement, False, told))
+            return
+    findings.append(Finding(requirement, True, f"{num_turns} turns"))
+
+
+def _parts(member: Member) -> list[tuple[list[int], list[int] | None]]:
+    """Return what a rollout is made of: each segment's tokens and mask."""
+    return [
+        (list(s.response_tokens), None if s.mask_array is None else s.mask_array.tolist())
+        for s in member.segments
+    ]
 
 
 def _check_filter(judge: Callable[[Any], object], given: Sequence[Any]) -> list[Finding]:

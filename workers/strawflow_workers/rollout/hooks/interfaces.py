@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -68,6 +68,10 @@ class Engine(Protocol):
         """
         ...
 
+    def session(self) -> Session:
+        """Return this member's session: fresh, or as its last saved turn left it before the group was broken off."""
+        ...
+
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text, without special tokens added."""
         ...
@@ -78,7 +82,8 @@ class Engine(Protocol):
 
 
 class Interrupted(BaseException):
-    """The group is broken off (drain, new weights): what the member had is given up, it starts again from its prompt.
+    """The group is broken off (drain, new weights): the member goes on from the last turn that its session saved, or, without
+    one, starts again from its prompt.
 
     No Exception, so that a hook's own error handling does not take it for one.
     """
@@ -121,6 +126,79 @@ class Segment:
         self.logprobs += logprobs
         self.versions += versions
         self.loss_mask += [int(trained)] * len(tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurnKey:
+    """Names one call of a tool. The same call, made again after a kill or a break, has the same key."""
+
+    run_id: str
+    unit_id: int
+    member: int
+    turn: int
+    """How many turns were saved before it."""
+    call: int
+    """From 0 within the turn."""
+    content: str
+    """32 hexadecimal digits: a hash of all token ids before the call. Equal keys but for this: the turn was sampled anew, and
+    the call may be another."""
+
+    def __str__(self) -> str:
+        return f"{self.run_id}.u{self.unit_id}.m{self.member}.t{self.turn}.c{self.call}.{self.content}"
+
+
+class Session(Protocol):
+    """A rollout of several turns that outlives breaks: what `save` was told last is stored with the group when it is parked
+    (drain, newer weights), and any worker goes on there. Token ids go in and come out; nothing is tokenised anew."""
+
+    turn: int
+    """Turns saved so far; a fresh session has 0."""
+    state: Any
+    """What the last `save` was given: a JSON value or bytes. None in a fresh session."""
+    segments: Sequence[Segment]
+    """What was made so far; the last is being written."""
+
+    @property
+    def tokens_left(self) -> int:
+        """How many response tokens, the environment's included, the present segment may still take: `max_new_tokens` of the
+        sample's settings in all."""
+        ...
+
+    async def sample(self, sampling: Mapping[str, Any] | None = None, *, trained: bool = True) -> Generated:
+        """Sample after all tokens of the present segment, and append the answer.
+
+        `sampling` replaces single values of the sample's own; `max_new_tokens` is never more than `tokens_left`, and with none
+        left the answer is empty, of finish reason `length`. Raises as `Engine.generate`.
+        """
+        ...
+
+    def add_environment(self, tokens: Sequence[int]) -> None:
+        """Append tokens that no weights sampled (a tool's answer, a user's turn): they are never trained."""
+        ...
+
+    def begin_segment(self, prompt_tokens: Sequence[int]) -> None:
+        """Go on in a further segment with a prompt of its own (a context that was shortened, say)."""
+        ...
+
+    async def call(self, tool: Callable[..., Any], *arguments: Any) -> Any:
+        """Return `tool(*arguments, key=TurnKey)`: awaited where it is `async`, else run in a thread.
+
+        A tool whose effects must not be repeated looks the key up: after a kill the turn is played again.
+
+        Raises:
+            Interrupted: the group is being broken off; the tool was not called.
+        """
+        ...
+
+    def save(self, state: Any = None) -> None:
+        """End a turn: from here on a break loses nothing of what was made until now. Atomic: a break before it goes on from the
+        turn before. `state` is what the environment goes on from: a JSON value, or bytes.
+
+        Raises:
+            ValueError, TypeError: the state is no JSON value.
+            InvalidInputError: the segments' lists are not parallel, or a mask trains what was not sampled.
+        """
+        ...
 
 
 @dataclass(kw_only=True)
@@ -176,7 +254,7 @@ class CompletedGroup:
 
 
 class GenerateHook(Protocol):
-    """`rollout.generate`: one sample in; one segment, several that share a rollout, or a `Rollout` out."""
+    """`rollout.generate`: one sample in; one segment, several that share a rollout (`session.segments`), or a `Rollout` out."""
 
     async def __call__(self, sample: Sample, engine: Engine) -> Segment | Sequence[Segment] | Rollout: ...
 
