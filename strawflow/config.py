@@ -65,6 +65,8 @@ class DataSection(Section):
     """Field that holds the reference answer; empty: none."""
     metadata_key: str = ""
     """Field that holds a JSON object handed to the reward; empty: none."""
+    images_key: str = ""
+    """Field that holds an image or a list of them: paths relative to the file, `data:` addresses, or bytes; empty: none."""
     on_bad_row: Literal["fail", "skip"] = "fail"
 
 
@@ -179,6 +181,10 @@ class AssembleSection(Section):
     group_filter: str = ""
     """Which groups take a place in a batch (dynamic sampling): `nonzero_deviation`, or a hook `package.module:function`; one
     that is dropped is replaced by another. Empty: all do, and those without signal leave their place unused."""
+    post_process: str = ""
+    """Hook `package.module:function` that turns the rewards of a planned group into others, or into advantages; empty: none."""
+    convert: str = ""
+    """Hook `package.module:function` that turns a planned group into the rows that are trained; empty: its segments as stored."""
     log: str = ""
     """Hook `package.module:function` that is told of each batch when it is planned; empty: none."""
     starved_after_batches: int = Field(default=8, ge=1)

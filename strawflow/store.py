@@ -26,12 +26,13 @@ from strawflow.flow import admit, rescue
 from strawflow.flow.enqueue import EnqueueRequest, enqueue, purpose_of
 from strawflow.flow.run import Run, create_run, open_run
 from strawflow.flow.session import WorkerSession
+from strawflow.prompts.images import data_address
 from strawflow.prompts.row import PromptKeys
 from strawflow.prompts.source import PromptSource
 from strawflow.source import Source
 from strawflow.worker import Worker
 
-_ROW_KEYS = ("prompt", "label", "metadata")
+_ROW_KEYS = ("prompt", "label", "metadata", "images")
 _SOURCE = "api"
 """What rows that came as mappings name as their source: the file they pass through is gone when they are read."""
 
@@ -43,7 +44,7 @@ def create(
     fresh: bool = False,
     settings: Mapping[str, Any] | None = None,
 ) -> Store:
-    """Create a run in a folder and, if given, enqueue its prompts (a file, or rows with `prompt`, `label`, `metadata`).
+    """Create a run in a folder and, if given, enqueue its prompts (a file, or rows with `prompt`, `label`, `metadata`, `images`).
 
     `settings` maps `section.field` to a value, as in `strawflow run create --section.field`; `fresh` removes a run that
     is there.
@@ -185,7 +186,9 @@ class Store:
         self, source: PromptSource, dataset: str, priority: int, keys: PromptKeys | None = None
     ) -> int:
         data = self._run.config.data
-        keys = keys or PromptKeys(data.input_key, data.label_key or None, data.metadata_key or None)
+        keys = keys or PromptKeys(
+            data.input_key, data.label_key or None, data.metadata_key or None, data.images_key or None
+        )
         purpose = purpose_of(self._run.config, dataset) or "train"
         request = EnqueueRequest(dataset, purpose, source, keys, priority=priority)
         return enqueue(self._writer(), request).num_added
@@ -218,14 +221,20 @@ class Store:
 def _line(row: Mapping[str, Any], number: int) -> str:
     if not isinstance(row, Mapping):
         raise InvalidInputError(
-            f"row {number} is {type(row).__name__}, not a mapping with prompt, label and metadata"
+            f"row {number} is {type(row).__name__}, not a mapping with prompt, label, metadata and images"
         )
     unknown = row.keys() - set(_ROW_KEYS)
     if unknown or "prompt" not in row:
         what = f"has unknown fields {sorted(unknown)}" if unknown else "has no prompt"
-        raise InvalidInputError(f"row {number} {what}; rows have prompt and, if wanted, label and metadata")
+        raise InvalidInputError(
+            f"row {number} {what}; rows have prompt and, if wanted, label, metadata and images"
+        )
+    told = {name: row.get(name) for name in _ROW_KEYS}
+    if told["images"] is not None:
+        many = told["images"] if isinstance(told["images"], list | tuple) else [told["images"]]
+        told["images"] = [_image_text(image) for image in many]
     try:
-        line = json.dumps({name: row.get(name) for name in _ROW_KEYS}, ensure_ascii=False) + "\n"
+        line = json.dumps(told, ensure_ascii=False) + "\n"
         line.encode()
     except (
         TypeError,
@@ -233,3 +242,10 @@ def _line(row: Mapping[str, Any], number: int) -> str:
     ) as error:  # no JSON value; half of a surrogate pair; a value that holds itself
         raise InvalidInputError(f"row {number} cannot be stored as JSON: {error}") from None
     return line
+
+
+def _image_text(image: Any) -> Any:
+    """Return an image as a line of JSON can hold it; what is none, the reader refuses."""
+    if isinstance(image, Path):
+        return str(image)
+    return data_address(bytes(image)) if isinstance(image, bytes | bytearray | memoryview) else image

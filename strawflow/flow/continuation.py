@@ -13,6 +13,7 @@ from typing import Any
 import pyarrow as pa
 
 from strawflow.flow.claim import Grant
+from strawflow.flow.payload import arrays_of
 from strawflow.flow.session import WorkerSession
 from strawflow.flow.trajectory import NOT_SAMPLED, Member
 from strawflow.index import consumers, events, weights
@@ -42,8 +43,9 @@ def saved_members(rows: pa.RecordBatch | None) -> dict[int, Member]:
     if rows is None:
         return {}
     segments: dict[int, list[Member]] = {}
-    for row in rows.to_pylist():
-        segments.setdefault(row["member"], []).append(_member(row))
+    tensors = arrays_of(rows.column("tensors"))
+    for row, of_row in zip(rows.drop_columns(["tensors"]).to_pylist(), tensors, strict=True):
+        segments.setdefault(row["member"], []).append(replace(_member(row), tensors=of_row))
     return {number: replace(first, siblings=tuple(others)) for number, (first, *others) in segments.items()}
 
 

@@ -375,6 +375,7 @@ def unit_detail(run: Run, unit_id: int) -> UnitDetail:
     prompt = next(iter(asked.to_pylist(unit.position - first_row, 1)), None)
     if prompt is not None:
         prompt.pop("content_digest")
+        prompt["images"] = [f"{len(image)} bytes" for image in prompt["images"] or ()] or None
     given = _Stored() if unit.extent_id is None else _read(run, reader, unit.extent_id)
     return UnitDetail(
         unit=unit,

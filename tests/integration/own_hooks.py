@@ -7,12 +7,16 @@ import urllib.request
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from strawflow_workers.rollout.hooks.interfaces import (
     CompletedGroup,
     Engine,
+    PostProcessed,
     Rollout,
     Sample,
     Segment,
+    TrainingRow,
     TurnKey,
     Verdict,
 )
@@ -205,3 +209,74 @@ async def forgets_where_it_was(sample: Sample, engine: Engine) -> Sequence[Segme
         await session.sample({"max_new_tokens": 4})
         session.save()
     return session.segments
+
+
+def arrays_of_member(member: int, images: Sequence[bytes]) -> dict[str, Any] | None:
+    """Arrays of many types and shapes for odd members; none for the others."""
+    if member % 2 == 0:
+        return None
+    return {
+        "grid": np.array([[1, len(images), 3]], np.int64),
+        "pixels": np.frombuffer(b"".join(images) or b"\x00\x80\x7f", np.uint8),
+        "halves": np.array([np.nan, -0.0, np.inf, 6.1e-5], np.float16).reshape(2, 1, 2),
+        "scalar": np.array(member, np.float64),
+        "none": np.empty((0, 4), np.float32),
+        "flags": np.array([True, False]),
+        "strided": np.arange(24, dtype=np.int32).reshape(4, 6)[::2, ::3],
+    }
+
+
+async def with_arrays(sample: Sample, engine: Engine) -> Segment:
+    """Its first member is sampled without images."""
+    segment = Segment(tensors=arrays_of_member(sample.member, sample.images))
+    images = () if sample.member == 0 else None
+    segment.add_generated(await engine.generate(sample.prompt_tokens, images=images))
+    return segment
+
+
+def spreads_rewards(group: CompletedGroup) -> PostProcessed:
+    """Twice the rewards, and advantages that count the members that did not fail from -1 on."""
+    return PostProcessed(
+        rewards=[2 * reward for reward in group.rewards],
+        advantages=[float(place - 1) for place in range(len(group.rewards))],
+    )
+
+
+def trains_last_segments(group: CompletedGroup) -> list[TrainingRow]:
+    """The last segment of each rollout, its first token masked, later tokens weighted less; others are left out."""
+    rows = []
+    for member in group.members:
+        if member.status == "failed" or member.member == 3:
+            continue
+        row = TrainingRow.of(member.segments[-1])
+        row.loss_mask = [0, *row.loss_mask[1:]]
+        row.advantages = [1 / (1 + at) for at in range(len(row.response_tokens))]
+        row.reward = 0.25
+        rows.append(row)
+    return rows
+
+
+def converts_to_nothing(group: CompletedGroup) -> list[TrainingRow]:
+    return []
+
+
+def forgets_a_member(group: CompletedGroup) -> PostProcessed:
+    return PostProcessed(rewards=group.rewards[1:])
+
+
+def invents_a_segment(group: CompletedGroup) -> list[TrainingRow]:
+    row = TrainingRow.of(group.members[0].segments[0])
+    row.segment = 9
+    return [row]
+
+
+def trains_what_was_not_sampled(group: CompletedGroup) -> list[TrainingRow]:
+    row = TrainingRow.of(group.members[0].segments[0])
+    row.token_versions = [-1] * len(row.response_tokens)
+    return [row]
+
+
+def shortens_a_list(group: CompletedGroup) -> list[TrainingRow]:
+    row = TrainingRow.of(group.members[0].segments[0])
+    row.logprobs = row.logprobs[1:]
+    return [row]

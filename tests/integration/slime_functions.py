@@ -71,3 +71,42 @@ async def forgets_logprobs(args: Any, sample: Any, sampling_params: dict[str, An
 
 async def asks_for_more(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
     return args.megatron_path
+
+
+def centres_rewards(args: Any, samples: list[Any]) -> Any:
+    raw = [sample.get_reward_value(args) for sample in samples]
+    mean = sum(raw) / len(raw)
+    return raw, [value - mean for value in raw]
+
+
+def to_train_data(args: Any, samples: list[Any]) -> dict[str, Any]:
+    """What slime's own conversion makes, with the last response token masked."""
+    return {
+        "tokens": [sample.tokens for sample in samples],
+        "response_lengths": [sample.response_length for sample in samples],
+        "rewards": [float(sample.index) for sample in samples],
+        "raw_reward": [0.5 for _ in samples],
+        "truncated": [int(sample.status == sample.Status.TRUNCATED) for sample in samples],
+        "sample_indices": [sample.index for sample in samples],
+        "loss_masks": [[*(sample.loss_mask or [1] * sample.response_length)[:-1], 0] for sample in samples],
+        "rollout_log_probs": [sample.rollout_log_probs for sample in samples],
+    }
+
+
+def adds_a_row(args: Any, samples: list[Any]) -> dict[str, Any]:
+    made = to_train_data(args, samples)
+    return {name: [*values, values[-1]] for name, values in made.items()}
+
+
+def changes_the_response(args: Any, samples: list[Any]) -> dict[str, Any]:
+    made = to_train_data(args, samples)
+    made["tokens"] = [[*tokens[:-1], tokens[-1] + 1] for tokens in made["tokens"]]
+    return made
+
+
+def needs_a_teacher(args: Any, samples: list[Any]) -> dict[str, Any]:
+    return {**to_train_data(args, samples), "teacher_log_probs": [[0.0] for _ in samples]}
+
+
+def postprocesses_tensors(args: Any, rollout_id: int, rollout_data: Any) -> None:
+    """slime's rollout_data_postprocess."""

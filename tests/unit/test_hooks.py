@@ -17,8 +17,9 @@ from strawflow.errors import ConfigError, CorruptPackError, InvalidInputError
 from strawflow.flow.trajectory import Member, failed_member
 from strawflow_workers.entry import main
 from strawflow_workers.rollout.hooks import load
-from strawflow_workers.rollout.hooks.check import CheckEngine, check
+from strawflow_workers.rollout.hooks.check import check
 from strawflow_workers.rollout.hooks.interfaces import Sample, TurnKey
+from strawflow_workers.rollout.hooks.made_up import CheckEngine
 from strawflow_workers.rollout.hooks.slime import arguments
 from strawflow_workers.rollout.hooks.turns import TurnSession
 
@@ -128,6 +129,56 @@ def test_sound_hooks_pass_the_contract_test(path: str) -> None:
 def test_unsound_hooks_fail_it_with_what_to_do(path: str, requirement: str, told: str) -> None:
     (failed,) = [f for f in check(path) if not f.holds]
     assert failed.requirement == requirement
+    assert told in failed.told
+
+
+@pytest.mark.parametrize(
+    "kind, path, told",
+    [
+        (
+            "post_process",
+            HERE + "spreads_rewards",
+            "4 of 4 rows, 4 of 4 rows, 4 of 4 rows, 3 of 3 rows, 8 of 8 rows",
+        ),
+        (
+            "convert",
+            HERE + "trains_last_segments",
+            "3 of 4 rows, 3 of 4 rows, 3 of 4 rows, 2 of 3 rows, 3 of 8 rows",
+        ),
+        ("post_process", SLIME + "centres_rewards", "8 of 8 rows"),
+        ("convert", SLIME + "to_train_data", "8 of 8 rows"),
+    ],
+)
+def test_hooks_that_shape_what_is_trained_pass_the_contract_test(kind: str, path: str, told: str) -> None:
+    imported, made, same = check(path, kind)
+    assert [imported.holds, made.holds, same.holds] == [True] * 3
+    assert made.told.endswith(told)
+
+
+@pytest.mark.parametrize(
+    "kind, path, told",
+    [
+        ("post_process", HERE + "forgets_a_member", "3 rewards for 4 members that did not fail"),
+        ("post_process", HERE + "says_nothing", "it must return a PostProcessed, it returned None"),
+        ("convert", HERE + "says_nothing", "it must return a list of TrainingRow"),
+        ("convert", HERE + "invents_a_segment", "member 0, segment 9: there is no such segment"),
+        ("convert", HERE + "trains_what_was_not_sampled", "trains a token that no weights sampled"),
+        ("convert", HERE + "shortens_a_list", "16 response tokens, but {'logprobs': 15}"),
+        ("post_process", SLIME + "keeps_even_groups", "it must return (raw_rewards, rewards)"),
+        (
+            "convert",
+            SLIME + "adds_a_row",
+            "5 tokens for 4 samples: strawflow keeps a row for each stored segment",
+        ),
+        ("convert", SLIME + "changes_the_response", "are others than those that were sampled"),
+        ("convert", SLIME + "needs_a_teacher", "has no use for teacher_log_probs; read are tokens"),
+        ("convert", SLIME + "centres_rewards", "it must return a dict"),
+        ("convert", SLIME + "postprocesses_tensors", "is slime's rollout_data_postprocess"),
+        ("log", SLIME + "postprocesses_tensors", "belongs into assemble.post_process or assemble.convert"),
+    ],
+)
+def test_what_would_train_something_else_is_refused_with_why(kind: str, path: str, told: str) -> None:
+    (failed,) = [f for f in check(path, kind) if not f.holds]
     assert told in failed.told
 
 

@@ -12,12 +12,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from strawflow.config import RunConfig, SamplingProfile
-from strawflow.flow.claim import Grant
+from strawflow.flow.claim import Grant, Prompt
 from strawflow.flow.continuation import saved_members
 from strawflow.flow.trajectory import COMPLETE_SEQ, PARTIAL, Member, UnitResult, failed_member
 from strawflow_workers.rollout.engine import ServedEngine
@@ -29,7 +29,7 @@ from strawflow_workers.rollout.profile_rewards import ProfileRewards
 from strawflow_workers.rollout.rewards.members import MemberRewards
 from strawflow_workers.rollout.sglang_client import EngineResponseError, GenerateRequest, Generation
 from strawflow_workers.rollout.stops import first_stop, is_at_end
-from strawflow_workers.rollout.tokens import PromptTokenizer
+from strawflow_workers.rollout.tokens import PromptInputs, PromptTokenizer
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,8 @@ class UnitGenerator:
         Raises:
             EngineUnavailableError: the engine does not answer; the unit's attempt has failed.
         """
-        prompt_tokens = self._tokenizer.encode(grant.prompt)
+        inputs = await self._inputs(grant.prompt)
+        prompt_tokens = inputs.tokens
         rewards = MemberRewards(self._rewards.of(grant.profile), grant.prompt, prompt_tokens)
         members = saved_members(grant.continuation)
         begun = {number: m for number, m in members.items() if m.status == PARTIAL}
@@ -129,6 +130,8 @@ class UnitGenerator:
             if self._engine.is_interrupted or not any(_is_open(m) for m in found):
                 break
         settled = await rewards.settle([members[n] for n in range(grant.profile.num_samples)])
+        if inputs.tensors is not None:
+            settled = [_with_tensors(member, inputs.tensors) for member in settled]
         return UnitResult(
             unit_id=grant.unit_id,
             fence=grant.fence,
@@ -138,6 +141,13 @@ class UnitGenerator:
             profile=grant.profile,
             engine=self._engine.label,
         )
+
+    async def _inputs(self, prompt: Prompt) -> PromptInputs:
+        if not prompt.images:
+            return self._tokenizer.inputs(prompt)
+        if self._hooked is not None and not self._tokenizer.has_processor:
+            return PromptInputs(self._tokenizer.encode(prompt))  # the hook's to do
+        return await asyncio.to_thread(self._tokenizer.inputs, prompt)  # decoding images takes its time
 
     async def _members(
         self,
@@ -231,6 +241,7 @@ class UnitGenerator:
         return GenerateRequest(
             input_ids=[*prompt_tokens, *done],
             sampling_params=sampling_params(grant.profile, num_samples=len(numbers), num_done=len(done)),
+            images=grant.prompt.images or (),
             rid=f"u{grant.unit_id}.{grant.fence}.m{numbers[0]}-{len(numbers)}",
         )
 
@@ -272,6 +283,14 @@ def _is_open(member: Member | None) -> bool:
     if member is None or member.status == PARTIAL:
         return True
     return member.status == "failed" and not (member.failure or "").startswith(DROPPED)
+
+
+def _with_tensors(member: Member, tensors: Mapping[str, Any]) -> Member:
+    """Return a member whose segments that brought none of their own have the prompt's."""
+    if member.status == "failed":
+        return member
+    siblings = tuple(s if s.tensors is not None else replace(s, tensors=tensors) for s in member.siblings)
+    return replace(member, tensors=tensors if member.tensors is None else member.tensors, siblings=siblings)
 
 
 def _partial(number: int, response: _Response) -> Member:

@@ -22,6 +22,7 @@ import numpy as np
 
 from strawflow.errors import ConfigError, EngineError, InvalidInputError
 from strawflow.flow.trajectory import MAX_LOGPROB
+from strawflow.prompts.images import data_address
 
 ORIGINAL_LOGPROB_VARIABLE = "SGLANG_RETURN_ORIGINAL_LOGPROB"
 MASKED_LOGPROB = -9000.0
@@ -55,6 +56,8 @@ class GenerateRequest:
     input_ids: Sequence[int]
     sampling_params: Mapping[str, Any] = field(default_factory=dict)
     """SGLang's own names: n, temperature, top_p, top_k, max_new_tokens, stop_token_ids, ..."""
+    images: Sequence[bytes] = ()
+    """Image files as they are, in the order of their places in the prompt."""
     rid: str | None = None
     """Name to abort by. SGLang renames the samples of a request with n > 1: only abort() of all ends those."""
 
@@ -134,14 +137,7 @@ class SglangClient:
             raise InvalidInputError(
                 "sampling_seed with n > 1 draws one sample n times; send n requests with n seeds"
             )
-        body = {
-            "input_ids": list(request.input_ids),
-            "sampling_params": dict(request.sampling_params),
-            "return_logprob": True,
-            "stream": False,
-            **({"rid": request.rid} if request.rid is not None else {}),
-        }
-        answer = await self._call("POST", "/generate", body)
+        answer = await self._call("POST", "/generate", request_body(request))
         samples = answer if isinstance(answer, list) else [answer]
         if len(samples) != request.num_samples:
             raise EngineResponseError(
@@ -251,6 +247,26 @@ class SglangClient:
         if status >= 400:
             raise EngineResponseError(f"{route} was refused with HTTP {status}: {text:.500}", engine=self.url)
         return content
+
+
+def request_body(request: GenerateRequest) -> dict[str, Any]:
+    """Return what SGLang's /generate is sent."""
+    return {
+        "input_ids": list(request.input_ids),
+        "sampling_params": dict(request.sampling_params),
+        "return_logprob": True,
+        "stream": False,
+        **_image_data(request),
+        **({"rid": request.rid} if request.rid is not None else {}),
+    }
+
+
+def _image_data(request: GenerateRequest) -> dict[str, Any]:
+    """Return the images as SGLang takes them: a list; for several samples a list of it, else it counts images as prompts."""
+    if not request.images:
+        return {}
+    images = [data_address(image) for image in request.images]
+    return {"image_data": [images] if request.num_samples > 1 else images}
 
 
 def parse_generation(sample: Any, *, engine: str = "") -> Generation:

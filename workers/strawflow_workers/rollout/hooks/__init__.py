@@ -5,7 +5,8 @@ load.py        from a dotted path to a function whose parameters fit, or a Confi
 generated.py   calls the generate hook and makes stored members of what it returns
 turns.py       sessions: rollouts of several turns that go on at the turn where they were broken off
 filtered.py    calls the filters
+converted.py   calls post-processing and conversion, which shape what a group is trained as
 logged.py      calls the log hook
-slime.py       takes functions that were written for slime's interfaces
-check.py       `strawflow hook check`: the contract test that users run on their own function
+slime.py       takes functions that were written for slime's interfaces; slime_training.py: those between rollouts and training
+check.py       `strawflow hook check`: the contract test that users run on their own function, in the world of made_up.py
 """

@@ -67,13 +67,22 @@ class MemberEngine:
         return self._engine.served[self._served_from :]
 
     async def generate(
-        self, prompt_tokens: Sequence[int], sampling: Mapping[str, Any] | None = None
+        self,
+        prompt_tokens: Sequence[int],
+        sampling: Mapping[str, Any] | None = None,
+        *,
+        images: Sequence[bytes] | None = None,
     ) -> Generated:
         """See `interfaces.Engine`."""
         self.was_used = True
         self.require_going_on()
         params = {**self._sample.sampling, **(sampling or {}), "n": 1}
-        request = GenerateRequest(input_ids=list(prompt_tokens), sampling_params=params, rid=next(self._rids))
+        request = GenerateRequest(
+            input_ids=list(prompt_tokens),
+            sampling_params=params,
+            images=self._sample.images if images is None else images,
+            rid=next(self._rids),
+        )
         try:
             (found,) = await self._engine.sample(request)
         except EngineUnavailableError as error:
@@ -218,6 +227,7 @@ def sample_of(grant: Grant, prompt_tokens: Sequence[int], member: int, sampling:
         purpose="eval" if grant.profile.purpose == "eval" else "train",
         label=prompt.label,
         metadata=json.loads(prompt.metadata) if prompt.metadata else {},
+        images=prompt.images or (),
     )
 
 
@@ -282,6 +292,7 @@ def _segment(number: int, segment: Segment, tokenizer: PromptTokenizer) -> Membe
         response_text=tokenizer.decode(segment.tokens) if segment.text is None else segment.text,
         loss_mask=mask_of(segment),
         prompt_tokens=segment.prompt_tokens,
+        tensors=segment.tensors,
     )
 
 

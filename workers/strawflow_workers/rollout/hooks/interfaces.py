@@ -31,6 +31,8 @@ class Sample:
     label: str | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """The row's metadata; empty without any."""
+    images: Sequence[bytes] = ()
+    """Image files of the row as they are (PNG, JPEG ...), in the order of the prompt."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +60,15 @@ class Engine(Protocol):
         ...
 
     async def generate(
-        self, prompt_tokens: Sequence[int], sampling: Mapping[str, Any] | None = None
+        self,
+        prompt_tokens: Sequence[int],
+        sampling: Mapping[str, Any] | None = None,
+        *,
+        images: Sequence[bytes] | None = None,
     ) -> Generated:
         """Sample once after these token ids; `sampling` replaces single values of the sample's own.
+
+        `images` are image files that the token ids have places for; None: the sample's.
 
         Raises:
             EngineResponseError: the answer cannot be used; uncaught it fails the member.
@@ -107,6 +115,9 @@ class Segment:
     """`stop`, or `length` where the response was cut."""
     text: str | None = None
     """What a reward reads; None: the tokens' text."""
+    tensors: Mapping[str, Any] | None = None
+    """numpy arrays that the trainer needs beside the tokens (pixel_values, ...), stored bit for bit; None: those that the
+    checkpoint's processor made of the prompt, if it has images."""
 
     def add_generated(self, generated: Generated, *, trained: bool = True) -> None:
         """Append an engine's answer."""
@@ -151,12 +162,20 @@ class Session(Protocol):
     """A rollout of several turns that outlives breaks: what `save` was told last is stored with the group when it is parked
     (drain, newer weights), and any worker goes on there. Token ids go in and come out; nothing is tokenised anew."""
 
-    turn: int
-    """Turns saved so far; a fresh session has 0."""
-    state: Any
-    """What the last `save` was given: a JSON value or bytes. None in a fresh session."""
-    segments: Sequence[Segment]
-    """What was made so far; the last is being written."""
+    @property
+    def turn(self) -> int:
+        """Turns saved so far; a fresh session has 0."""
+        ...
+
+    @property
+    def state(self) -> Any:
+        """What the last `save` was given: a JSON value or bytes. None in a fresh session."""
+        ...
+
+    @property
+    def segments(self) -> Sequence[Segment]:
+        """What was made so far; the last is being written."""
+        ...
 
     @property
     def tokens_left(self) -> int:
@@ -164,11 +183,18 @@ class Session(Protocol):
         sample's settings in all."""
         ...
 
-    async def sample(self, sampling: Mapping[str, Any] | None = None, *, trained: bool = True) -> Generated:
+    async def sample(
+        self,
+        sampling: Mapping[str, Any] | None = None,
+        *,
+        trained: bool = True,
+        images: Sequence[bytes] | None = None,
+    ) -> Generated:
         """Sample after all tokens of the present segment, and append the answer.
 
         `sampling` replaces single values of the sample's own; `max_new_tokens` is never more than `tokens_left`, and with none
-        left the answer is empty, of finish reason `length`. Raises as `Engine.generate`.
+        left the answer is empty, of finish reason `length`. `images` are image files that the tokens have places for; None: the
+        sample's. Raises as `Engine.generate`.
         """
         ...
 
@@ -253,6 +279,48 @@ class CompletedGroup:
         return [m.reward for m in self.members if m.reward is not None]
 
 
+@dataclass(frozen=True, kw_only=True)
+class PostProcessed:
+    """What a group's rewards became: one item for each member that did not fail, in the order of members."""
+
+    rewards: Sequence[float] | None = None
+    """What the members are rewarded with in this batch; None: as they were. What is stored stays."""
+    advantages: Sequence[float] | None = None
+    """What every trained token of the member is weighted by; None: from the rewards, by `assemble.advantage`."""
+
+
+@dataclass(kw_only=True)
+class TrainingRow:
+    """One sequence as it is trained; `of` begins from a stored segment. The five lists of the response are equally long."""
+
+    member: int
+    segment: int
+    prompt_tokens: Sequence[int]
+    response_tokens: Sequence[int]
+    loss_mask: Sequence[int]
+    """1 = trained; a token that no weights sampled is never trained."""
+    logprobs: Sequence[float]
+    token_versions: Sequence[int]
+    """Places in the `weight_versions` of the stored segment; -1 where no weights sampled the token."""
+    advantages: float | Sequence[float] | None = None
+    """For the whole response or one item a token; None: the member's, from the rewards of the group."""
+    reward: float | None = None
+    """The rollout's, the same in all its rows; None: as it was stored."""
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> TrainingRow:
+        """Return a stored segment (`GroupMember.segments`) as it would be trained without a hook."""
+        return cls(
+            member=row["member"],
+            segment=row["segment"],
+            prompt_tokens=row["prompt_tokens"],
+            response_tokens=row["response_tokens"],
+            loss_mask=row["loss_mask"],
+            logprobs=row["logprobs"],
+            token_versions=row["token_versions"],
+        )
+
+
 class GenerateHook(Protocol):
     """`rollout.generate`: one sample in; one segment, several that share a rollout (`session.segments`), or a `Rollout` out."""
 
@@ -271,6 +339,21 @@ class GroupFilter(Protocol):
     replacement. Called again for the same group after a restart of the assembler, so it should depend on the group alone."""
 
     def __call__(self, group: CompletedGroup) -> Verdict: ...
+
+
+class PostProcess(Protocol):
+    """`assemble.post_process`: called for each group of a batch when it is planned. Unlike `rollout.reward_post_process`, which makes
+    the rewards that are stored, it may give the advantages, and what it makes is stored with the batch alone."""
+
+    def __call__(self, group: CompletedGroup) -> PostProcessed: ...
+
+
+class Convert(Protocol):
+    """`assemble.convert`: turns a group into the rows that are trained, when its batch is planned and after `post_process`. It
+    returns at most one row for each stored segment; one that it leaves out is recorded as filtered, with the reason
+    `conversion`. A group without any row is dropped with it."""
+
+    def __call__(self, group: CompletedGroup) -> Sequence[TrainingRow]: ...
 
 
 class LogHook(Protocol):

@@ -19,9 +19,17 @@ from typing import Any, cast
 
 from strawflow.config import RunConfig
 from strawflow.errors import ConfigError
-from strawflow_workers.rollout.hooks import slime
+from strawflow_workers.rollout.hooks import slime, slime_training
+from strawflow_workers.rollout.hooks.converted import GroupShaper
 from strawflow_workers.rollout.hooks.filtered import nonzero_deviation
-from strawflow_workers.rollout.hooks.interfaces import GenerateHook, GroupFilter, LogHook, SampleFilter
+from strawflow_workers.rollout.hooks.interfaces import (
+    Convert,
+    GenerateHook,
+    GroupFilter,
+    LogHook,
+    PostProcess,
+    SampleFilter,
+)
 
 Function = Callable[..., Any]
 
@@ -42,6 +50,8 @@ class Kind:
     slime_keywords: tuple[str, ...] = ()
     """Given by name to a function that has them."""
     built_in: tuple[tuple[str, Function], ...] = ()
+    is_told_by_parameters: bool = True
+    """Whether `hook check` takes a function with these parameters for one of this kind; others have the same."""
 
     def expected(self) -> str:
         """Return in words how a function of this kind is called."""
@@ -75,6 +85,22 @@ KINDS: dict[str, Kind] = {
         ("args", "group"),
         built_in=(("nonzero_deviation", nonzero_deviation),),
     ),
+    "post_process": Kind(
+        "assemble.post_process",
+        ("group",),
+        False,
+        slime_training.post_process,
+        ("args", "samples"),
+        is_told_by_parameters=False,
+    ),
+    "convert": Kind(
+        "assemble.convert",
+        ("group",),
+        False,
+        slime_training.convert,
+        ("args", "samples"),
+        is_told_by_parameters=False,
+    ),
     "log": Kind("assemble.log", ("step", "rows", "metrics"), False),
 }
 
@@ -97,6 +123,13 @@ def load_group_filter(config: RunConfig) -> GroupFilter | None:
 def load_log(config: RunConfig) -> LogHook | None:
     """Return the log hook of a configuration, None without one; raises ConfigError as `load`."""
     return cast(LogHook | None, _configured("log", config))
+
+
+def load_shaper(config: RunConfig) -> GroupShaper | None:
+    """Return what a configuration shapes groups by when they are planned, None without any; raises ConfigError as `load`."""
+    post_process = cast(PostProcess | None, _configured("post_process", config))
+    convert = cast(Convert | None, _configured("convert", config))
+    return None if post_process is None and convert is None else GroupShaper(post_process, convert)
 
 
 def require(config: RunConfig) -> None:
@@ -132,6 +165,7 @@ def load(kind: str, path: str, args: slime.Arguments) -> Function:
     if path in known:
         return known[path]
     function = import_function(path, where=where, known=tuple(known))
+    slime_training.refuse_unmet(function, named=f"{where} {path!r}")
     if place.adapter is not None and slime.is_slimes(function):
         _require_fit(function, place, path, place.slime_parameters, place.slime_keywords)
         return place.adapter(function, args)

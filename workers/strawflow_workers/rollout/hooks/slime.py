@@ -130,6 +130,9 @@ def arguments(config: RunConfig, *, model_path: str = "", engine_url: str = "") 
         rollout_stop_token_ids=list(rollout.stop_token_ids) or None,
         rollout_seed=config.run.seed,
         seed=config.run.seed,
+        advantage_estimator="grpo",
+        rewards_normalization=True,
+        grpo_std_normalization=config.assemble.advantage == "grpo",
         partial_rollout=False,
         group_rm=False,
         reward_key=None,
@@ -209,7 +212,7 @@ def group_filter(function: Function, args: Arguments) -> interfaces.GroupFilter:
     member of several segments is a list of samples in it."""
 
     def judge(group: CompletedGroup) -> Verdict:
-        members = [_stored(group.unit_id, m) for m in group.members if m.status != "failed"]
+        members = [stored_samples(group.unit_id, m) for m in group.members if m.status != "failed"]
         found = function(args, [m[0] if len(m) == 1 else m for m in members])
         if isinstance(found, bool):
             found = {"keep": found}
@@ -254,7 +257,8 @@ def _asked(sample: interfaces.Sample) -> Sample:
     )
 
 
-def _stored(unit_id: int, member: GroupMember) -> list[Sample]:
+def stored_samples(unit_id: int, member: GroupMember) -> list[Sample]:
+    """Return the segments of a stored member as samples."""
     return [
         Sample(
             group_index=unit_id,

@@ -59,7 +59,13 @@ class TurnSession:
         """See `interfaces.Session`."""
         return max(0, int(self._sample.sampling["max_new_tokens"]) - len(self.segments[-1].tokens))
 
-    async def sample(self, sampling: Mapping[str, Any] | None = None, *, trained: bool = True) -> Generated:
+    async def sample(
+        self,
+        sampling: Mapping[str, Any] | None = None,
+        *,
+        trained: bool = True,
+        images: Sequence[bytes] | None = None,
+    ) -> Generated:
         """See `interfaces.Session`."""
         wanted = dict(sampling or {})
         limit = min(self.tokens_left, int(wanted.get("max_new_tokens", self.tokens_left)))
@@ -68,7 +74,7 @@ class TurnSession:
             return Generated(tokens=[], logprobs=[], versions=[], finish_reason="length")
         segment = self.segments[-1]
         found = await self._engine.generate(
-            [*self._prompt(segment), *segment.tokens], {**wanted, "max_new_tokens": limit}
+            [*self._prompt(segment), *segment.tokens], {**wanted, "max_new_tokens": limit}, images=images
         )
         segment.add_generated(found, trained=trained)
         return found
@@ -114,6 +120,7 @@ class TurnSession:
             response_text=segment.text,
             loss_mask=mask_of(segment),
             prompt_tokens=list(self._prompt(segment)),
+            tensors=segment.tensors,
         )
 
     def _key(self) -> TurnKey:
@@ -153,6 +160,7 @@ def segment_of(member: Member) -> Segment:
         prompt_tokens=member.prompt_tokens,
         finish_reason=member.finish_reason,
         text=member.response_text,
+        tensors=member.tensors,
     )
 
 
