@@ -129,8 +129,10 @@ class RolloutSection(Section):
     """Functions and addresses that a row may name in `metadata.reward`; strawflow's own rewards need no listing."""
     generate: str = ""
     """Hook `package.module:function` that makes rollouts (turns, tools, several segments); empty: one request a sample."""
+    generate_groups: str = ""
+    """Hook `package.module:function` that makes all rollouts of one claim in one call; empty: none. Not beside `generate`."""
     generate_timeout_s: float = Field(default=0.0, ge=0)
-    """Seconds that one call of the generate hook may take before its member fails; 0: no bound."""
+    """Seconds that one call of the generate hook may take before its member (or claim) fails; 0: no bound."""
     sample_filter: str = ""
     """Hook `package.module:function` that may drop a rollout with a reason, before its reward; empty: none."""
     max_attempts: int = Field(default=3, ge=1)

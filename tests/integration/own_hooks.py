@@ -12,6 +12,7 @@ import numpy as np
 from strawflow_workers.rollout.hooks.interfaces import (
     CompletedGroup,
     Engine,
+    Engines,
     PostProcessed,
     Rollout,
     Sample,
@@ -280,3 +281,34 @@ def shortens_a_list(group: CompletedGroup) -> list[TrainingRow]:
     row = TrainingRow.of(group.members[0].segments[0])
     row.logprobs = row.logprobs[1:]
     return [row]
+
+
+CLAIMS: list[list[int]] = []
+"""Members of each group of each claim."""
+
+
+async def makes_a_claim(groups: Sequence[Sequence[Sample]], engines: Engines) -> list[list[Segment]]:
+    """All rollouts of a claim side by side."""
+    CLAIMS.append([len(group) for group in groups])
+    flat = [sample for group in groups for sample in group]
+    made = iter(await asyncio.gather(*(one_turn(sample, engines.of(sample)) for sample in flat)))
+    return [[next(made) for _ in group] for group in groups]
+
+
+async def spoils_member_1(groups: Sequence[Sequence[Sample]], engines: Engines) -> list[list[Segment]]:
+    made = await makes_a_claim(groups, engines)
+    for group, own in zip(groups, made, strict=True):
+        for sample, segment in zip(group, own, strict=True):
+            if sample.member == 1:
+                segment.logprobs = segment.logprobs[1:]
+    return made
+
+
+async def forgets_a_group(groups: Sequence[Sequence[Sample]], engines: Engines) -> list[list[Segment]]:
+    return (await makes_a_claim(groups, engines))[1:]
+
+
+async def turns_of_a_claim(groups: Sequence[Sequence[Sample]], engines: Engines) -> list[list[Any]]:
+    flat = [sample for group in groups for sample in group]
+    made = iter(await asyncio.gather(*(three_turns(sample, engines.of(sample)) for sample in flat)))
+    return [[next(made) for _ in group] for group in groups]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 from types import SimpleNamespace
 from typing import Any
@@ -110,3 +111,47 @@ def needs_a_teacher(args: Any, samples: list[Any]) -> dict[str, Any]:
 
 def postprocesses_tensors(args: Any, rollout_id: int, rollout_data: Any) -> None:
     """slime's rollout_data_postprocess."""
+
+
+ASKED: list[tuple[int, int, bool, float]] = []
+"""(groups, samples of a group, evaluation, temperature) of each call."""
+
+
+def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    groups = data_source.get_samples(args.rollout_batch_size)
+    ASKED.append((len(groups), args.n_samples_per_prompt, evaluation, args.rollout_temperature))
+    params = {"max_new_tokens": args.rollout_max_response_len, "temperature": args.rollout_temperature}
+
+    async def all_of_them() -> list[list[Any]]:
+        flat = [generate(args, sample, params) for group in groups for sample in group]
+        made = iter(await asyncio.gather(*flat))
+        return [[next(made) for _ in group] for group in groups]
+
+    return SimpleNamespace(samples=asyncio.run(all_of_them()), metrics=None)
+
+
+def samples_beyond_the_claim(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    return data_source.get_samples(args.rollout_batch_size + 1)
+
+
+def keeps_for_later(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    made = generate_rollout(args, rollout_id, data_source)
+    data_source.add_samples(made.samples)
+    return made.samples
+
+
+def leaves_out_a_sample(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    return [
+        [s for s in group if s.index != 2]
+        for group in generate_rollout(args, rollout_id, data_source).samples
+    ]
+
+
+async def rewards_by_rank(args: Any, samples: list[Any]) -> list[float]:
+    assert args.group_rm
+    return [float(place) for place, _ in enumerate(samples)]
+
+
+def sets_rewards(args: Any, samples: list[Any]) -> None:
+    for place, sample in enumerate(samples):
+        sample.reward = {"score": 10.0 + place}

@@ -58,6 +58,16 @@ def test_a_path_that_does_not_fit_is_refused_with_the_nearest_name(kind: str, pa
     assert load.KINDS[kind].setting in caught.value.message
 
 
+def test_two_hooks_that_make_rollouts_are_refused() -> None:
+    both = {"generate": HERE + "fans_out", "generate_groups": HERE + "makes_a_claim"}
+    with pytest.raises(ConfigError, match="name one of them"):
+        load.require(RunConfig.model_validate({"rollout": both}))
+    with pytest.raises(
+        ConfigError, match=r"expected is async \(groups, engines\), or \(args, rollout_id, data_source\)"
+    ):
+        load.load("generate_groups", SLIME + "generate", arguments(RunConfig()))
+
+
 def test_a_module_that_raises_is_told_with_what_it_raised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,6 +97,9 @@ def test_every_configured_hook_is_looked_at() -> None:
         HERE + "fans_out",
         HERE + "rewards_itself",
         HERE + "three_turns",
+        HERE + "makes_a_claim",
+        HERE + "turns_of_a_claim",
+        SLIME + "generate_rollout",
         HERE + "drops_member_2",
         HERE + "keeps_even_units",
         "nonzero_deviation",
@@ -122,6 +135,16 @@ def test_sound_hooks_pass_the_contract_test(path: str) -> None:
             HERE + "takes_too_much",
             "can be imported and called with the right parameters",
             "give --kind, one of generate",
+        ),
+        (
+            HERE + "forgets_a_group",
+            "returns a rollout for each sample, nested alike",
+            "groups of [4, 1] members came back for groups of [4, 4, 1]",
+        ),
+        (
+            SLIME + "samples_beyond_the_claim",
+            "returns a rollout for each sample, nested alike",
+            "asked for 2 groups of a claim of 1: strawflow claims as many as it has room for; over-sampling is",
         ),
         (SLIME + "forgets_logprobs", "returns a rollout", "ask the engine with return_logprob"),
     ],

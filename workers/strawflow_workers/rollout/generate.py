@@ -23,8 +23,14 @@ from strawflow.flow.trajectory import COMPLETE_SEQ, PARTIAL, Member, UnitResult,
 from strawflow_workers.rollout.engine import ServedEngine
 from strawflow_workers.rollout.hooks.filtered import DROPPED, why_dropped
 from strawflow_workers.rollout.hooks.generated import HookedRollouts, rollout_of, sample_of
-from strawflow_workers.rollout.hooks.interfaces import GenerateHook, Sample, SampleFilter
-from strawflow_workers.rollout.hooks.load import load_generate, load_sample_filter
+from strawflow_workers.rollout.hooks.interfaces import (
+    GenerateGroupsHook,
+    GenerateHook,
+    Sample,
+    SampleFilter,
+)
+from strawflow_workers.rollout.hooks.load import load_generate, load_generate_groups, load_sample_filter
+from strawflow_workers.rollout.hooks.whole import Asked, GatheredClaim, WholeRollouts
 from strawflow_workers.rollout.profile_rewards import ProfileRewards
 from strawflow_workers.rollout.rewards.members import MemberRewards
 from strawflow_workers.rollout.sglang_client import EngineResponseError, GenerateRequest, Generation
@@ -70,6 +76,7 @@ class RolloutHooks:
     run_id: str = ""
     """Stands in the keys that tools are given."""
     sample_filter: SampleFilter | None = None
+    generate_groups: GenerateGroupsHook | None = None
 
     @classmethod
     def of(cls, config: RunConfig, *, model_path: str, run_id: str = "") -> RolloutHooks:
@@ -83,6 +90,7 @@ class RolloutHooks:
             config.rollout.generate_timeout_s,
             run_id,
             load_sample_filter(config),
+            load_generate_groups(config, model_path=model_path),
         )
 
 
@@ -99,24 +107,35 @@ class UnitGenerator:
         self._engine, self._rewards, self._tokenizer = engine, rewards, tokenizer
         hooks = hooks or RolloutHooks()
         self._sample_filter = hooks.sample_filter
-        self._hooked = (
+        limits: dict[str, Any] = {"timeout_s": hooks.generate_timeout_s, "run_id": hooks.run_id}
+        self._whole = (
             None
-            if hooks.generate is None
-            else HookedRollouts(
-                hooks.generate,
-                engine,
-                tokenizer,
-                timeout_s=hooks.generate_timeout_s,
-                run_id=hooks.run_id,
-            )
+            if hooks.generate_groups is None
+            else WholeRollouts(hooks.generate_groups, engine, tokenizer, **limits)
+        )
+        self._hooked = (
+            None if hooks.generate is None else HookedRollouts(hooks.generate, engine, tokenizer, **limits)
         )
 
-    async def generate(self, grant: Grant) -> UnitResult:
+    def gathered(self, num_groups: int) -> GatheredClaim | None:
+        """Return what gathers so many groups of one claim into one call of a hook; None: there is no such hook."""
+        return None if self._whole is None or not num_groups else self._whole.gathered(num_groups)
+
+    async def generate(self, grant: Grant, claim: GatheredClaim | None = None) -> UnitResult:
         """Return the result of a granted unit; members are partial only when the engine was interrupted meanwhile.
+
+        `claim` gathers the groups that were granted with it (`gathered`): each of them is to be generated.
 
         Raises:
             EngineUnavailableError: the engine does not answer; the unit's attempt has failed.
         """
+        gathering = _Once(claim)
+        try:
+            return await self._generate(grant, gathering)
+        finally:
+            gathering.give_up()
+
+    async def _generate(self, grant: Grant, gathering: _Once) -> UnitResult:
         inputs = await self._inputs(grant.prompt)
         prompt_tokens = inputs.tokens
         rewards = MemberRewards(self._rewards.of(grant.profile), grant.prompt, prompt_tokens)
@@ -125,7 +144,7 @@ class UnitGenerator:
         # Partial first, then whatever failed once more.
         for _ in range(2):
             open_ones = [n for n in range(grant.profile.num_samples) if _is_open(members.get(n))]
-            found = await self._members(grant, prompt_tokens, open_ones, begun, rewards)
+            found = await self._members(grant, prompt_tokens, open_ones, begun, rewards, gathering)
             members |= {m.member: m for m in found}
             if self._engine.is_interrupted or not any(_is_open(m) for m in found):
                 break
@@ -145,7 +164,8 @@ class UnitGenerator:
     async def _inputs(self, prompt: Prompt) -> PromptInputs:
         if not prompt.images:
             return self._tokenizer.inputs(prompt)
-        if self._hooked is not None and not self._tokenizer.has_processor:
+        is_hooked = self._hooked is not None or self._whole is not None
+        if is_hooked and not self._tokenizer.has_processor:
             return PromptInputs(self._tokenizer.encode(prompt))  # the hook's to do
         return await asyncio.to_thread(self._tokenizer.inputs, prompt)  # decoding images takes its time
 
@@ -156,12 +176,32 @@ class UnitGenerator:
         numbers: Sequence[int],
         begun: dict[int, Member],
         rewards: MemberRewards,
+        gathering: _Once,
     ) -> list[Member]:
         """Sample, filter and score members; `begun` are those that were saved partial."""
-        sampled = await self._sampled(grant, prompt_tokens, numbers, begun)
+        if self._whole is not None:
+            sampled = await self._of_whole(self._whole, grant, prompt_tokens, numbers, begun, gathering)
+        else:
+            sampled = await self._sampled(grant, prompt_tokens, numbers, begun)
         return list(
             await asyncio.gather(*(self._rewarded(grant, prompt_tokens, m, rewards) for m in sampled))
         )
+
+    async def _of_whole(
+        self,
+        whole: WholeRollouts,
+        grant: Grant,
+        prompt_tokens: list[int],
+        numbers: Sequence[int],
+        begun: dict[int, Member],
+        gathering: _Once,
+    ) -> list[Member]:
+        """Sample members by the hook of whole claims: with the groups of the claim, or (a second try) alone."""
+        asked = [Asked(self._asked(grant, prompt_tokens, n), _rid(grant, n), begun.get(n)) for n in numbers]
+        claim = gathering.take()
+        if claim is not None:
+            return await claim.members(asked)
+        return (await whole.call([asked]))[0] if asked else []
 
     async def _sampled(
         self, grant: Grant, prompt_tokens: list[int], numbers: Sequence[int], begun: dict[int, Member]
@@ -171,7 +211,7 @@ class UnitGenerator:
             calls = [
                 self._hooked.sample(
                     self._asked(grant, prompt_tokens, number),
-                    f"u{grant.unit_id}.{grant.fence}.m{number}",
+                    _rid(grant, number),
                     begun.get(number),
                 )
                 for number in numbers
@@ -276,6 +316,25 @@ class UnitGenerator:
 
     def _asked(self, grant: Grant, prompt_tokens: list[int], number: int) -> Sample:
         return sample_of(grant, prompt_tokens, number, sampling_params(grant.profile, num_samples=1))
+
+
+class _Once:
+    """One group's part in a claim that is gathered: it is handed in, or given up, once."""
+
+    def __init__(self, claim: GatheredClaim | None) -> None:
+        self._claim = claim
+
+    def take(self) -> GatheredClaim | None:
+        claim, self._claim = self._claim, None
+        return claim
+
+    def give_up(self) -> None:
+        if (claim := self.take()) is not None:
+            claim.withdraw()
+
+
+def _rid(grant: Grant, member: int) -> str:
+    return f"u{grant.unit_id}.{grant.fence}.m{member}"
 
 
 def _is_open(member: Member | None) -> bool:

@@ -292,8 +292,9 @@ class RolloutLoop:
         """Start generating for what was leased."""
         if any(grant.continuation is not None for grant in grants):
             grants = await self._blocking(lambda: continuation.without_outdated(self._session, grants))
+        together = self._generator.gathered(len(grants))
         for grant in grants:
-            task = asyncio.create_task(self._generator.generate(grant))
+            task = asyncio.create_task(self._generator.generate(grant, together))
             self._in_flight[task] = grant
 
     async def _claim(self, limit: int, purposes: Sequence[str]) -> list[Grant]:

@@ -112,7 +112,8 @@ class PromptTokenizer:
     def _processor(self) -> Any:
         from transformers import AutoProcessor
 
-        return AutoProcessor.from_pretrained(str(self._model_path), local_files_only=True)
+        loader: Any = AutoProcessor
+        return loader.from_pretrained(str(self._model_path), local_files_only=True)
 
     def _read_eos(self) -> int:
         config = json.loads((self._model_path / "config.json").read_text(encoding="utf-8"))

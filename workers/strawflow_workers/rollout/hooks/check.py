@@ -12,7 +12,8 @@ import argparse
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -31,11 +32,13 @@ from strawflow_workers.rollout.hooks.made_up import (
     NUM_MEMBERS,
     ByteTokenizer,
     CheckEngine,
+    CheckEngines,
     groups,
     rollout,
     sample,
     stored_rows,
 )
+from strawflow_workers.rollout.hooks.whole import checked_nesting
 
 TIMEOUT_S = 30.0
 BREAK_OFF_S = 2.0
@@ -67,6 +70,8 @@ def check(path: str, kind: str | None = None) -> list[Finding]:
     match kind:
         case "generate":
             findings += asyncio.run(_check_generate(hook))
+        case "generate_groups":
+            findings += asyncio.run(_check_claim(hook))
         case "sample_filter":
             findings += _check_filter(lambda sample: hook(sample, rollout()), [sample(n) for n in (0, 1)])
         case "post_process":
@@ -107,7 +112,20 @@ def guessed_kind(path: str) -> str:
 
 
 async def _check_generate(hook: Function) -> list[Finding]:
-    engine = CheckEngine()
+    findings: list[Finding] = []
+    async with _over_http(CheckEngine()) as engine:
+        members = await _members(hook, engine, findings)
+        if len(members) == NUM_MEMBERS:
+            _stored(members, findings)
+            await _bears_a_cut(hook, engine, findings)
+            await _breaks_off(hook, engine, findings)
+            await _goes_on(hook, engine, members[0], findings)
+    return findings
+
+
+@asynccontextmanager
+async def _over_http(engine: CheckEngine) -> AsyncIterator[CheckEngine]:
+    """Give an engine an address where it speaks SGLang's /generate."""
     app = web.Application()
     app.router.add_post("/generate", engine.answer_http)
     runner = web.AppRunner(app)
@@ -115,16 +133,42 @@ async def _check_generate(hook: Function) -> list[Finding]:
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     engine.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    findings: list[Finding] = []
     try:
-        members = await _members(hook, engine, findings)
-        if len(members) == NUM_MEMBERS:
-            _stored(members, findings)
-            await _bears_a_cut(hook, engine, findings)
-            await _breaks_off(hook, engine, findings)
-            await _goes_on(hook, engine, members[0], findings)
+        yield engine
     finally:
         await runner.cleanup()
+
+
+async def _check_claim(hook: Function) -> list[Finding]:
+    """A hook of whole claims: three groups, the last a single member as in a second try."""
+    whole = [[replace(sample(n), unit_id=unit) for n in range(NUM_MEMBERS)] for unit in (1, 2)]
+    asked = [*whole, [replace(sample(2), unit_id=3)]]
+    findings: list[Finding] = []
+    requirement = "returns a rollout for each sample, nested alike"
+    async with _over_http(CheckEngine()) as engine:
+        try:
+            made = await asyncio.wait_for(hook(asked, CheckEngines(engine)), TIMEOUT_S)
+            rollouts = checked_nesting(made, asked)
+            tokenizer: Any = ByteTokenizer()
+            members = [
+                [
+                    member_of(s.member, checked_rollout(r), tokenizer=tokenizer, sampled_by=engine.served)
+                    for s, r in zip(*pair, strict=True)
+                ]
+                for pair in zip(asked, rollouts, strict=True)
+            ]
+        except (Exception, Interrupted) as error:  # what user code raises is what is found
+            return [Finding(requirement, False, _told(error))]
+        findings.append(Finding(requirement, True, f"{[len(group) for group in members]} members"))
+        _stored(members[0], findings)
+        engine.interrupts = True
+        try:
+            await asyncio.wait_for(hook(asked, CheckEngines(engine)), BREAK_OFF_S)
+            holds = True
+        except (Exception, Interrupted) as error:  # whatever it makes of it, but for going on
+            holds = not isinstance(error, TimeoutError)
+        told = "" if holds else f"it went on for {BREAK_OFF_S:g} s; let Interrupted pass, do not ask again"
+        findings.append(Finding("ends when its groups are broken off", holds, told))
     return findings
 
 

@@ -55,6 +55,7 @@ class MemberEngine:
         self._rids = (f"{rid}.{number}" for number in count())
         self._run_id, self._saved = run_id, saved
         self._session: TurnSession | None = None
+        self.key = (sample.unit_id, sample.member)
         self._served_from = max(0, len(engine.served) - 1)
         self.url = engine.client.url
         self.eos_id = tokenizer.eos_id
@@ -167,16 +168,16 @@ class HookedRollouts:
         handle = MemberEngine(self._engine, self._tokenizer, sample, rid, run_id=self._run_id, saved=saved)
         if self._engine.is_interrupted:
             return handle.saved
-        key = (sample.unit_id, sample.member)
-        self._handles[key] = handle
+        self._handles[handle.key] = handle
         try:
             return await self._made(sample, handle)
         finally:
-            del self._handles[key]
+            del self._handles[handle.key]
 
     async def _made(self, sample: Sample, handle: MemberEngine) -> Member:
         try:
-            found = await self._bounded(cast(Coroutine[Any, Any, Any], self._hook(sample, handle)))
+            call = cast(Coroutine[Any, Any, Any], self._hook(sample, handle))
+            found = await bounded(call, self._engine, timeout_s=self._timeout_s)
             # A hook that asked the engine by itself does not know a response that was broken off from one that ended.
             if handle.was_interrupted or (self._engine.is_interrupted and not handle.was_used):
                 return handle.saved
@@ -195,23 +196,29 @@ class HookedRollouts:
                 raise handle.unavailable from error
             return failed_member(sample.member, f"generate: {type(error).__name__}: {error}")
 
-    async def _bounded(self, call: Coroutine[Any, Any, Any]) -> Any:
-        """Await a hook's call, ended when the group is broken off or its time is up."""
-        deadline = time.monotonic() + self._timeout_s if self._timeout_s else None
-        task = asyncio.ensure_future(call)
-        try:
-            while True:
-                left = LOOK_S if deadline is None else min(LOOK_S, deadline - time.monotonic())
-                done, _ = await asyncio.wait({task}, timeout=max(0.0, left))
-                if done:
-                    return task.result()
-                if self._engine.is_interrupted:
-                    raise Interrupted
-                if deadline is not None and time.monotonic() >= deadline:
-                    raise TimeoutError(f"took longer than rollout.generate_timeout_s, {self._timeout_s:g} s")
-        finally:
-            if not task.done():
-                task.cancel()
+
+async def bounded(call: Coroutine[Any, Any, Any], engine: ServedEngine, *, timeout_s: float) -> Any:
+    """Await a hook's call, ended when groups are broken off or its time is up.
+
+    Raises:
+        Interrupted: groups are being broken off.
+        TimeoutError: it took longer than `timeout_s` (0: no bound).
+    """
+    deadline = time.monotonic() + timeout_s if timeout_s else None
+    task = asyncio.ensure_future(call)
+    try:
+        while True:
+            left = LOOK_S if deadline is None else min(LOOK_S, deadline - time.monotonic())
+            done, _ = await asyncio.wait({task}, timeout=max(0.0, left))
+            if done:
+                return task.result()
+            if engine.is_interrupted:
+                raise Interrupted
+            if deadline is not None and time.monotonic() >= deadline:
+                raise TimeoutError(f"took longer than rollout.generate_timeout_s, {timeout_s:g} s")
+    finally:
+        if not task.done():
+            task.cancel()
 
 
 def sample_of(grant: Grant, prompt_tokens: Sequence[int], member: int, sampling: Mapping[str, Any]) -> Sample:

@@ -327,6 +327,41 @@ class GenerateHook(Protocol):
     async def __call__(self, sample: Sample, engine: Engine) -> Segment | Sequence[Segment] | Rollout: ...
 
 
+class Engines(Protocol):
+    """The engine, as a hook that makes all rollouts of a claim sees it."""
+
+    url: str
+    """SGLang's address, for what is not offered here."""
+    eos_id: int
+
+    @property
+    def served(self) -> Sequence[str]:
+        """Ids of the weights that the engine served since the call began, in order."""
+        ...
+
+    def of(self, sample: Sample) -> Engine:
+        """Return the engine that knows which member it is used for, with its session."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a text, without special tokens added."""
+        ...
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of token ids, without a closing end of sequence."""
+        ...
+
+
+class GenerateGroupsHook(Protocol):
+    """`rollout.generate_groups`: the groups of one claim in, each a list of its members' samples; for each sample what a
+    `GenerateHook` returns, nested alike, out. What it is given may be fewer members of a group (a second try, a group that was
+    parked), and train and eval together."""
+
+    async def __call__(
+        self, groups: Sequence[Sequence[Sample]], engines: Engines
+    ) -> Sequence[Sequence[Segment | Sequence[Segment] | Rollout]]: ...
+
+
 class SampleFilter(Protocol):
     """`rollout.sample_filter`: called once for each finished rollout, before its reward; dropped, it is a failed member with
     the reason, which is not sampled again."""

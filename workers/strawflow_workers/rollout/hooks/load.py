@@ -19,11 +19,12 @@ from typing import Any, cast
 
 from strawflow.config import RunConfig
 from strawflow.errors import ConfigError
-from strawflow_workers.rollout.hooks import slime, slime_training
+from strawflow_workers.rollout.hooks import slime, slime_rollout, slime_training
 from strawflow_workers.rollout.hooks.converted import GroupShaper
 from strawflow_workers.rollout.hooks.filtered import nonzero_deviation
 from strawflow_workers.rollout.hooks.interfaces import (
     Convert,
+    GenerateGroupsHook,
     GenerateHook,
     GroupFilter,
     LogHook,
@@ -49,6 +50,8 @@ class Kind:
     slime_parameters: tuple[str, ...] = ()
     slime_keywords: tuple[str, ...] = ()
     """Given by name to a function that has them."""
+    slime_is_async: bool | None = None
+    """Whether slime's form is an `async def`; None: as ours is."""
     built_in: tuple[tuple[str, Function], ...] = ()
     is_told_by_parameters: bool = True
     """Whether `hook check` takes a function with these parameters for one of this kind; others have the same."""
@@ -56,7 +59,11 @@ class Kind:
     def expected(self) -> str:
         """Return in words how a function of this kind is called."""
         forms = [self.parameters, self.slime_parameters] if self.adapter else [self.parameters]
-        shown = [f"{'async ' if self.is_async else ''}({', '.join(names)})" for names in forms]
+        marks = [self.is_async, self.is_async if self.slime_is_async is None else self.slime_is_async]
+        shown = [
+            f"{'async ' if mark else ''}({', '.join(names)})"
+            for names, mark in zip(forms, marks, strict=False)
+        ]
         return f"expected is {', or '.join(shown)}{' as in slime' if self.adapter else ''}"
 
 
@@ -68,6 +75,15 @@ KINDS: dict[str, Kind] = {
         slime.generate_hook,
         ("args", "sample", "sampling_params"),
         ("evaluation",),
+    ),
+    "generate_groups": Kind(
+        "rollout.generate_groups",
+        ("groups", "engines"),
+        True,
+        slime_rollout.generate_groups_hook,
+        ("args", "rollout_id", "data_source"),
+        ("evaluation",),
+        slime_is_async=False,
     ),
     "sample_filter": Kind(
         "rollout.sample_filter",
@@ -110,6 +126,11 @@ def load_generate(config: RunConfig, *, model_path: str = "") -> GenerateHook | 
     return cast(GenerateHook | None, _configured("generate", config, model_path))
 
 
+def load_generate_groups(config: RunConfig, *, model_path: str = "") -> GenerateGroupsHook | None:
+    """Return the hook of whole claims of a configuration, None without one; raises ConfigError as `load`."""
+    return cast(GenerateGroupsHook | None, _configured("generate_groups", config, model_path))
+
+
 def load_sample_filter(config: RunConfig) -> SampleFilter | None:
     """Return the sample filter of a configuration, None without one; raises ConfigError as `load`."""
     return cast(SampleFilter | None, _configured("sample_filter", config))
@@ -138,6 +159,8 @@ def require(config: RunConfig) -> None:
     Raises:
         ConfigError: one of them cannot be used.
     """
+    if config.rollout.generate and config.rollout.generate_groups:
+        raise ConfigError("rollout.generate and rollout.generate_groups both make rollouts; name one of them")
     for kind in KINDS:
         _configured(kind, config)
 
@@ -167,7 +190,8 @@ def load(kind: str, path: str, args: slime.Arguments) -> Function:
     function = import_function(path, where=where, known=tuple(known))
     slime_training.refuse_unmet(function, named=f"{where} {path!r}")
     if place.adapter is not None and slime.is_slimes(function):
-        _require_fit(function, place, path, place.slime_parameters, place.slime_keywords)
+        is_async = place.is_async if place.slime_is_async is None else place.slime_is_async
+        _require_fit(function, place, path, place.slime_parameters, place.slime_keywords, is_async=is_async)
         return place.adapter(function, args)
     _require_fit(function, place, path, place.parameters)
     return function
@@ -233,7 +257,13 @@ def _nearest(name: str, known: tuple[str, ...]) -> str:
 
 
 def _require_fit(
-    function: Function, place: Kind, path: str, given: tuple[str, ...], by_name: tuple[str, ...] = ()
+    function: Function,
+    place: Kind,
+    path: str,
+    given: tuple[str, ...],
+    by_name: tuple[str, ...] = (),
+    *,
+    is_async: bool | None = None,
 ) -> None:
     named = f"{place.setting} {path!r}"
     expected = place.expected()
@@ -245,8 +275,9 @@ def _require_fit(
         signature.bind(*given, **slime.keywords(function, dict.fromkeys(by_name)))
     except TypeError as error:
         raise ConfigError(f"{named}{signature}: {error}; {expected}") from None
-    if place.is_async != _is_async(function):
-        raise ConfigError(f"{named} is {'no' if place.is_async else 'an'} 'async def'; {expected}")
+    wanted = place.is_async if is_async is None else is_async
+    if wanted != _is_async(function):
+        raise ConfigError(f"{named} is {'no' if wanted else 'an'} 'async def'; {expected}")
 
 
 def _is_async(function: Function) -> bool:

@@ -112,6 +112,26 @@ class CheckEngine:
         return web.json_response({"text": text, "output_ids": tokens, "meta_info": meta})
 
 
+class CheckEngines:
+    """A `CheckEngine` for each member of a claim."""
+
+    def __init__(self, engine: CheckEngine) -> None:
+        self._engine = engine
+        self.url, self.eos_id, self.served = engine.url, engine.eos_id, engine.served
+
+    def of(self, sample: Sample) -> CheckEngine:
+        own = CheckEngine()
+        own.url, own.interrupts = self.url, self._engine.interrupts
+        own.begin(sample)
+        return own
+
+    def encode(self, text: str) -> list[int]:
+        return self._engine.encode(text)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return self._engine.decode(tokens)
+
+
 def sample(member: int) -> Sample:
     """Return what a hook is asked for."""
     prompt = "What is 2 + 2?\n"
