@@ -12,6 +12,7 @@ import pytest
 
 from strawflow.flow.run import Run, identity_of
 from strawflow.index import units
+from strawflow_workers.rollout.generate import UnitGenerator
 from tests.integration import own_hooks, rollout_runs
 from tests.integration.rollout_runs import NUM_SAMPLES, NUM_UNITS, Worker, completed, rows_of, trainer_of
 from tests.integration.test_hooks import of_members, units_of
@@ -66,22 +67,35 @@ def unbroken_and_broken(model: Path, folder: Path, *, engine_url: str | None = N
     return whole
 
 
-def test_members_of_groups_go_on_each_from_its_own_turn(make_run: Callable[..., Run]) -> None:
-    run = make_run(generate=HERE + "three_turns", units_in_flight=NUM_UNITS)
+@pytest.mark.parametrize("setting", ["generate", "generate_groups"])
+def test_members_of_groups_go_on_each_from_its_own_turn(
+    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, setting: str
+) -> None:
+    generators: list[UnitGenerator] = []
+    generate = UnitGenerator.generate
+    monkeypatch.setattr(
+        UnitGenerator, "generate", lambda self, *given: generators.append(self) or generate(self, *given)
+    )
+    hook = {"generate": "three_turns", "generate_groups": "turns_of_a_claim"}[setting]
+    run = make_run(steps=1, max_response_tokens=40, **{setting: HERE + hook})
     own_hooks.STANDS_AT[:] = [1, 2, 2, 3]
     with trainer_of(run) as publish:
         publish(0)
         with Worker(run) as worker:
             worker.wait(lambda: not own_hooks.STANDS_AT)
+            (generator, *_), in_flight = generators, [u.unit_id for u in units_of(run)]
+            saved = [member for unit_id in in_flight for member in generator.saved(unit_id)]
+        assert len(saved) >= 4, "whoever saves progress meanwhile is not told of saved turns"
+        assert {(m.status, m.environment is None) for m in saved} == {("partial", False)}
         with Worker(run) as worker:
-            worker.wait(lambda: len(completed(run)) >= NUM_UNITS)
+            worker.wait(lambda: len(completed(run)) == NUM_UNITS)
     members = of_members(rows_of(run))
-    assert len(members) >= NUM_UNITS * NUM_SAMPLES
+    assert len(members) == NUM_UNITS * NUM_SAMPLES
     for segments in members:
         assert [s["loss_mask"].count(0) > 0 for s in segments] == [True, True]
         assert "".join(s["response_text"] for s in segments).count("!") >= 3
     told = [(key.unit_id, key.member, key.turn, key.call) for key in own_hooks.TOOL_CALLS]
-    assert len(told) == len(set(told)), "a saved turn was played again"
+    assert len(told) == len(set(told)) == 3 * len(members), "a saved turn was played again"
 
 
 def test_a_call_that_is_made_again_has_the_key_of_the_first(make_run: Callable[..., Run]) -> None:

@@ -11,7 +11,7 @@ from strawflow.flow.run import Run
 from strawflow_workers.rollout.rewards.verifiers import load_verifier
 from tests.integration import own_hooks, slime_functions
 from tests.integration.rollout_runs import NUM_SAMPLES, NUM_UNITS, Worker, completed, rows_of, trainer_of
-from tests.integration.test_hooks import of_members, run_until, units_of
+from tests.integration.test_hooks import run_until
 
 HERE = "tests.integration.own_hooks:"
 SLIME = "tests.integration.slime_functions:"
@@ -49,25 +49,6 @@ def test_a_call_that_comes_to_nothing_fails_every_member_of_the_claim(make_run: 
     rows = run_until(make_run(generate_groups=HERE + "forgets_a_group", steps=1))
     assert len(rows) == NUM_UNITS * NUM_SAMPLES
     assert all(row["failure"].startswith("generate_groups: TypeError: groups of [") for row in rows)
-
-
-def test_members_go_on_from_their_saved_turns_in_a_call_of_the_next_claim(
-    make_run: Callable[..., Run],
-) -> None:
-    own_hooks.STANDS_AT[:] = [2, 1]
-    run = make_run(generate_groups=HERE + "turns_of_a_claim", steps=1, max_response_tokens=40)
-    own_hooks.TOOL_CALLS.clear()
-    with trainer_of(run) as publish:
-        publish(0)
-        with Worker(run) as worker:
-            worker.wait(lambda: not own_hooks.STANDS_AT)
-        assert {u.parks for u in units_of(run)} == {1}
-        with Worker(run) as worker:
-            worker.wait(lambda: len(completed(run)) == NUM_UNITS)
-    members = of_members(rows_of(run))
-    assert [len(segments) for segments in members] == [2] * NUM_UNITS * NUM_SAMPLES
-    told = [(key.unit_id, key.member, key.turn) for key in own_hooks.TOOL_CALLS]
-    assert len(told) == len(set(told)) == 3 * NUM_UNITS * NUM_SAMPLES, "a saved turn was played again"
 
 
 def test_slimes_rollout_function_makes_claims_and_evaluation_with_its_own_sampling(

@@ -22,7 +22,7 @@ from strawflow.flow.continuation import saved_members
 from strawflow.flow.trajectory import COMPLETE_SEQ, PARTIAL, Member, UnitResult, failed_member
 from strawflow_workers.rollout.engine import ServedEngine
 from strawflow_workers.rollout.hooks.filtered import DROPPED, why_dropped
-from strawflow_workers.rollout.hooks.generated import HookedRollouts, rollout_of, sample_of
+from strawflow_workers.rollout.hooks.generated import HookedRollouts, InFlight, rollout_of, sample_of
 from strawflow_workers.rollout.hooks.interfaces import (
     GenerateGroupsHook,
     GenerateHook,
@@ -107,7 +107,12 @@ class UnitGenerator:
         self._engine, self._rewards, self._tokenizer = engine, rewards, tokenizer
         hooks = hooks or RolloutHooks()
         self._sample_filter = hooks.sample_filter
-        limits: dict[str, Any] = {"timeout_s": hooks.generate_timeout_s, "run_id": hooks.run_id}
+        self._in_flight = InFlight()
+        limits: dict[str, Any] = {
+            "in_flight": self._in_flight,
+            "timeout_s": hooks.generate_timeout_s,
+            "run_id": hooks.run_id,
+        }
         self._whole = (
             None
             if hooks.generate_groups is None
@@ -116,6 +121,10 @@ class UnitGenerator:
         self._hooked = (
             None if hooks.generate is None else HookedRollouts(hooks.generate, engine, tokenizer, **limits)
         )
+
+    def saved(self, unit_id: int) -> list[Member]:
+        """Return the partial members of a unit in flight whose hooks have saved turns, as parking would store them now."""
+        return self._in_flight.saved(unit_id)
 
     def gathered(self, num_groups: int) -> GatheredClaim | None:
         """Return what gathers so many groups of one claim into one call of a hook; None: there is no such hook."""

@@ -12,7 +12,8 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Collection, Coroutine, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
 from typing import Any, cast
@@ -134,6 +135,29 @@ class MemberEngine:
         return self._tokenizer.decode(tokens)
 
 
+class InFlight:
+    """Members that hooks are making, for whoever saves progress meanwhile; belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._handles: dict[tuple[int, int], MemberEngine] = {}
+
+    @contextmanager
+    def during(self, handles: Sequence[MemberEngine]) -> Iterator[None]:
+        """Hold members for as long as their hook runs."""
+        own = {handle.key: handle for handle in handles}
+        self._handles |= own
+        try:
+            yield
+        finally:
+            for key in own:
+                del self._handles[key]
+
+    def saved(self, unit_id: int) -> list[Member]:
+        """Return the members of a unit of which turns are saved, each as a break at this moment would leave it: partial."""
+        found = [handle.saved for (unit, _), handle in self._handles.items() if unit == unit_id]
+        return [member for member in found if member.environment is not None]
+
+
 class HookedRollouts:
     """Samples members by a generate hook; safe for many at a time on one event loop."""
 
@@ -143,19 +167,13 @@ class HookedRollouts:
         engine: ServedEngine,
         tokenizer: PromptTokenizer,
         *,
+        in_flight: InFlight,
         timeout_s: float,
         run_id: str = "",
     ) -> None:
         """`timeout_s` bounds one call of the hook; 0: nothing does. `run_id` stands in the keys that tools are given."""
         self._hook, self._engine, self._tokenizer = hook, engine, tokenizer
-        self._timeout_s, self._run_id = timeout_s, run_id
-        self._handles: dict[tuple[int, int], MemberEngine] = {}
-
-    def saved(self, unit_id: int, member: int) -> Member | None:
-        """Return a member that is being sampled as a break at this moment would leave it; None: it is not, or nothing is saved."""
-        handle = self._handles.get((unit_id, member))
-        saved = None if handle is None else handle.saved
-        return None if saved is None or saved.environment is None else saved
+        self._in_flight, self._timeout_s, self._run_id = in_flight, timeout_s, run_id
 
     async def sample(self, sample: Sample, rid: str, saved: Member | None = None) -> Member:
         """Return the member that the hook made: finished, truncated, failed with its reason, or partial when interrupted.
@@ -168,11 +186,8 @@ class HookedRollouts:
         handle = MemberEngine(self._engine, self._tokenizer, sample, rid, run_id=self._run_id, saved=saved)
         if self._engine.is_interrupted:
             return handle.saved
-        self._handles[handle.key] = handle
-        try:
+        with self._in_flight.during([handle]):
             return await self._made(sample, handle)
-        finally:
-            del self._handles[handle.key]
 
     async def _made(self, sample: Sample, handle: MemberEngine) -> Member:
         try:

@@ -19,7 +19,13 @@ from typing import Any, cast
 
 from strawflow.flow.trajectory import Member, failed_member
 from strawflow_workers.rollout.engine import ServedEngine
-from strawflow_workers.rollout.hooks.generated import MemberEngine, bounded, checked_rollout, member_of
+from strawflow_workers.rollout.hooks.generated import (
+    InFlight,
+    MemberEngine,
+    bounded,
+    checked_rollout,
+    member_of,
+)
 from strawflow_workers.rollout.hooks.interfaces import GenerateGroupsHook, Interrupted, Sample
 from strawflow_workers.rollout.tokens import PromptTokenizer
 
@@ -103,12 +109,13 @@ class WholeRollouts:
         engine: ServedEngine,
         tokenizer: PromptTokenizer,
         *,
+        in_flight: InFlight,
         timeout_s: float,
         run_id: str = "",
     ) -> None:
         """`timeout_s` bounds one call of the hook; 0: nothing does. `run_id` stands in the keys that tools are given."""
         self._hook, self._engine, self._tokenizer = hook, engine, tokenizer
-        self._timeout_s, self._run_id = timeout_s, run_id
+        self._in_flight, self._timeout_s, self._run_id = in_flight, timeout_s, run_id
 
     def gathered(self, num_groups: int) -> GatheredClaim:
         """Return what gathers the groups of one claim."""
@@ -123,12 +130,14 @@ class WholeRollouts:
         handles = [[self._handle(asked) for asked in group] for group in groups]
         if self._engine.is_interrupted:
             return [[handle.saved for handle in group] for group in handles]
-        engines = GroupEngines(self._engine, self._tokenizer, [h for group in handles for h in group])
+        flat = [handle for group in handles for handle in group]
+        engines = GroupEngines(self._engine, self._tokenizer, flat)
         samples = [[asked.sample for asked in group] for group in groups]
         asked_of = [group for group in samples if group]  # of one that was parked nothing may be left to make
         try:
             call = cast(Coroutine[Any, Any, Any], self._hook(asked_of, engines))
-            found = await bounded(call, self._engine, timeout_s=self._timeout_s)
+            with self._in_flight.during(flat):
+                found = await bounded(call, self._engine, timeout_s=self._timeout_s)
             made = iter(checked_nesting(found, asked_of))
             rollouts = [next(made) if group else [] for group in samples]
         except Interrupted:
