@@ -20,7 +20,7 @@ import pytest
 from PIL import Image
 from transformers import AutoTokenizer, CLIPImageProcessor, LlavaProcessor
 
-from strawflow.errors import CorruptPackError, InvalidInputError
+from strawflow.errors import ConfigError, CorruptPackError, InvalidInputError
 from strawflow.flow import admit, claim, complete, consume
 from strawflow.flow.claim import Prompt
 from strawflow.flow.continuation import saved_members
@@ -35,6 +35,7 @@ from strawflow.store import Store
 from strawflow_workers.rollout.sglang_client import GenerateRequest, request_body
 from strawflow_workers.rollout.sglang_server import SglangOptions, launch_environment
 from strawflow_workers.rollout.tokens import PromptTokenizer
+from strawflow_workers.trainer.loop import to_mini_batches
 from tests.integration import own_hooks, rollout_runs
 from tests.integration.rollout_runs import NUM_SAMPLES, NUM_UNITS, Worker, completed, trainer_of
 from tests.integration.test_hooks import units_of
@@ -158,6 +159,13 @@ def test_images_and_what_the_processor_makes_of_them_survive_every_hop(tmp_path:
             assert arrays["pixel_values"].shape == (num_images, 3, 8, 8)
             seen += 1
     assert 0 < seen < len(packed(run))
+    with run.index.read() as connection:
+        batch = batches.require(connection, run.branch, run.consumer, 1)
+    with (
+        closing(PackReader(run.root)) as reader,
+        pytest.raises(ConfigError, match=r"step 1 has sequences with tensors .* trains text models alone"),
+    ):
+        to_mini_batches(batch, consume.read_batch(run, reader, batch))
     run.close()
 
 
