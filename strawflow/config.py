@@ -78,6 +78,8 @@ class DataSection(Section):
     """Field that holds the reference answer; empty: none."""
     metadata_key: str = ""
     """Field that holds a JSON object handed to the reward; empty: none."""
+    images_key: str = ""
+    """Field that holds an image or a list of them: paths relative to the file, `data:` addresses, or bytes; empty: none."""
     on_bad_row: Literal["fail", "skip"] = "fail"
 
     @field_validator("prompts", mode="before")
@@ -158,8 +160,10 @@ class RolloutSection(Section):
     """Functions and addresses that a row may name in `metadata.reward`; strawflow's own rewards need no listing."""
     generate: str = ""
     """Hook `package.module:function` that makes rollouts (turns, tools, several segments); empty: one request a sample."""
+    generate_groups: str = ""
+    """Hook `package.module:function` that makes all rollouts of one claim in one call; empty: none. Not beside `generate`."""
     generate_timeout_s: float = Field(default=0.0, ge=0)
-    """Seconds that one call of the generate hook may take before its member fails; 0: no bound."""
+    """Seconds that one call of the generate hook may take before its member (or claim) fails; 0: no bound."""
     sample_filter: str = ""
     """Hook `package.module:function` that may drop a rollout with a reason, before its reward; empty: none."""
     curriculum: str = ""
@@ -220,6 +224,10 @@ class AssembleSection(Section):
     group_filter: str = ""
     """Which groups take a place in a batch (dynamic sampling): `nonzero_deviation`, or a hook `package.module:function`; one
     that is dropped is replaced by another. Empty: all do, and those without signal leave their place unused."""
+    post_process: str = ""
+    """Hook `package.module:function` that turns the rewards of a planned group into others, or into advantages; empty: none."""
+    convert: str = ""
+    """Hook `package.module:function` that turns a planned group into the rows that are trained; empty: its segments as stored."""
     log: str = ""
     """Hook `package.module:function` that is told of each batch when it is planned; empty: none."""
     starved_after_batches: int = Field(default=8, ge=1)

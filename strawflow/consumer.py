@@ -12,7 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from strawflow import clock
@@ -20,6 +22,7 @@ from strawflow.errors import ConflictError, InvalidInputError, LeaseLostError
 from strawflow.flow import by_reference, consume, publish_weights, rescue
 from strawflow.flow.checkpoint_folder import seal_folder, verified_folder
 from strawflow.flow.consume import Resumption
+from strawflow.flow.payload import arrays_of
 from strawflow.flow.run import Run
 from strawflow.flow.session import WorkerSession
 from strawflow.flow.trajectory import with_every_token
@@ -55,6 +58,14 @@ class Batch:
             )
         whole = [with_every_token(rows) for rows in self.rows.to_batches()]
         return pa.Table.from_batches(whole, schema=self.rows.schema)
+
+    def tensors(self) -> list[dict[str, np.ndarray[Any, Any]] | None]:
+        """Return each row's arrays by name (what a processor made of its images, say), read-only; None where it has none.
+
+        Raises:
+            CorruptPackError: an array does not match its digest.
+        """
+        return arrays_of(self.rows.column("tensors"))
 
 
 class Consumer:

@@ -20,9 +20,23 @@ def _required(name: str, dtype: pa.DataType) -> pa.Field:
     return pa.field(name, dtype, nullable=False)
 
 
+TENSORS = pa.list_(
+    pa.struct(
+        [
+            _required("name", pa.string()),
+            _required("dtype", pa.string()),  # numpy's name
+            _required("shape", pa.list_(pa.int64())),
+            _required("digest", pa.binary(16)),  # xxh3-128 of the data
+            # C order, little endian; null: an earlier row of the same group (in a batch: of the same message) has it.
+            pa.field("data", pa.large_binary()),
+        ]
+    )
+)
+"""Arrays of one row by name: what a processor made of its images, say."""
+
 PROMPT = _schema(
     "prompt",
-    1,
+    2,
     [
         _required("position", pa.int64()),  # row number in its dataset segment
         _required("content_digest", pa.binary(16)),  # xxh3-128 of (prompt, label, metadata) as stored
@@ -34,12 +48,14 @@ PROMPT = _schema(
         pa.field("metadata", pa.large_string()),  # JSON object
         _required("source", pa.string()),  # file the row came from
         _required("source_line", pa.int64()),  # physical line, or row number from 1 in columnar files
+        # Since version 2. Files of images as they are (PNG, JPEG ...), in the order of the prompt; null without any.
+        pa.field("images", pa.list_(pa.large_binary())),
     ],
 )
 
 TRAJECTORY = _schema(
     "trajectory",
-    2,
+    3,
     [
         _required("unit_id", pa.int64()),
         _required("fence", pa.int64()),
@@ -69,12 +85,13 @@ TRAJECTORY = _schema(
         _required("top_k", pa.int32()),
         _required("max_response_tokens", pa.int32()),
         _required("engine", pa.string()),  # engine id and build
+        pa.field("tensors", TENSORS),  # since version 3
     ],
 )
 
 CONTINUATION = _schema(
     "continuation",
-    2,
+    3,
     [
         # One row is one member of a parked group; status may also be partial (no token yet: an empty response).
         *TRAJECTORY,
@@ -113,7 +130,7 @@ JOURNAL = _schema(
 
 BATCH = _schema(
     "batch",
-    1,
+    2,
     [
         # One row is one packed sequence: the list offsets of a message are the sequence boundaries and the list
         # values are the packed arrays, aligned to tokens (prompt + response); prompt places hold 0.
@@ -136,6 +153,7 @@ BATCH = _schema(
         _required("prompt_length", pa.int32()),
         _required("temperature", pa.float32()),
         _required("reward", pa.float64()),
+        pa.field("tensors", TENSORS),  # since version 2
     ],
 )
 
@@ -249,25 +267,34 @@ SCHEMAS: dict[str, pa.Schema] = {
 }
 
 
+def _earlier(schema: pa.Schema, version: int, *, without: tuple[str, ...]) -> pa.Schema:
+    """Return the schema of an earlier version, which lacked columns."""
+    kind = schema.metadata[b"strawflow.kind"].decode()
+    return _schema(kind, version, [field for field in schema if field.name not in without])
+
+
 def _first_version(schema: pa.Schema) -> pa.Schema:
     """Return version 1 of trajectories and continuations: mask and token versions were told for every token."""
-    kind = schema.metadata[b"strawflow.kind"].decode()
     required = ("loss_mask", "token_versions")
-    return _schema(kind, 1, [f.with_nullable(False) if f.name in required else f for f in schema])
+    fields = [
+        f.with_nullable(False) if f.name in required else f for f in _earlier(schema, 1, without=("tensors",))
+    ]
+    return _schema(schema.metadata[b"strawflow.kind"].decode(), 1, fields)
 
 
-_HISTORY_1 = _schema(
-    "history",
-    1,
-    [f for f in HISTORY if not f.name.startswith("result_") and f.name not in ("dataset_id", "segment_seq")],
+_OF_HISTORY_2 = (
+    *(name for name in HISTORY.names if name.startswith("result_")),
+    "dataset_id",
+    "segment_seq",
 )
 EARLIER: dict[str, tuple[pa.Schema, ...]] = {
-    "trajectory": (_first_version(TRAJECTORY),),
-    "continuation": (_first_version(CONTINUATION),),
-    "history": (_HISTORY_1,),
+    "prompt": (_earlier(PROMPT, 1, without=("images",)),),
+    "trajectory": (_first_version(TRAJECTORY), _earlier(TRAJECTORY, 2, without=("tensors",))),
+    "continuation": (_first_version(CONTINUATION), _earlier(CONTINUATION, 2, without=("tensors",))),
+    "batch": (_earlier(BATCH, 1, without=("tensors",)),),
+    "history": (_earlier(HISTORY, 1, without=_OF_HISTORY_2),),
 }
-"""Earlier versions that are read as they lie: their rows are rows of the present version too, but that those of history lack
-the columns since version 2."""
+"""Earlier versions that are read as they lie, and given the columns that they lack as nulls (`as_present`)."""
 
 COMPRESSION: dict[str, str | None] = {
     "prompt": "zstd",
@@ -297,6 +324,23 @@ def schema_of(kind: str) -> pa.Schema:
         raise InvalidInputError(
             f"unknown record kind {kind!r}; known: {', '.join(sorted(SCHEMAS))}"
         ) from None
+
+
+def as_present(rows: pa.RecordBatch, kind: str) -> pa.RecordBatch:
+    """Return rows of a readable version as rows of the present one; what an earlier one lacks is null."""
+    present = schema_of(kind)
+    if rows.schema.names == present.names:
+        return pa.RecordBatch.from_arrays(rows.columns, schema=present)
+    columns = [
+        rows.column(f.name) if f.name in rows.schema.names else pa.nulls(rows.num_rows, f.type)
+        for f in present
+    ]
+    return pa.RecordBatch.from_arrays(columns, schema=present)
+
+
+def as_written(rows: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
+    """Return rows that came from a pack of this schema as it holds them; undoes `as_present`."""
+    return pa.RecordBatch.from_arrays([rows.column(name) for name in schema.names], schema=schema)
 
 
 def check_schema(schema: pa.Schema, kind: str, *, path: str) -> None:

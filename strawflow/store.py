@@ -43,7 +43,7 @@ def create(
     fresh: bool = False,
     settings: Mapping[str, Any] | None = None,
 ) -> Store:
-    """Create a run in a folder and, if given, enqueue its prompts (a file, or rows with `prompt`, `label`, `metadata`).
+    """Create a run in a folder and, if given, enqueue its prompts (a file, or rows with `prompt`, `label`, `metadata`, `images`).
 
     `settings` maps `section.field` to a value, as in `strawflow run create --section.field`; `fresh` removes a run that
     is there.
@@ -184,7 +184,9 @@ class Store:
         self, source: PromptSource, dataset: str, priority: int, keys: PromptKeys | None = None
     ) -> int:
         data = self._run.config.data
-        keys = keys or PromptKeys(data.input_key, data.label_key or None, data.metadata_key or None)
+        keys = keys or PromptKeys(
+            data.input_key, data.label_key or None, data.metadata_key or None, data.images_key or None
+        )
         purpose = purpose_of(self._run.config, dataset) or "train"
         request = EnqueueRequest(dataset, purpose, source, keys, priority=priority)
         return enqueue(self._writer(), request).num_added

@@ -39,6 +39,9 @@ def enqueue(
     metadata_key: Annotated[
         str | None, typer.Option(help="Key of the metadata, '' if the file has none; else data.metadata_key.")
     ] = None,
+    images_key: Annotated[
+        str | None, typer.Option(help="Key of the images, '' if the file has none; else data.images_key.")
+    ] = None,
     on_bad_row: Annotated[
         Literal["fail", "skip"] | None,
         typer.Option(
@@ -83,6 +86,7 @@ def enqueue(
                 input_key=configured.input_key if input_key is None else input_key,
                 label_key=(configured.label_key if label_key is None else label_key) or None,
                 metadata_key=(configured.metadata_key if metadata_key is None else metadata_key) or None,
+                images_key=(configured.images_key if images_key is None else images_key) or None,
             ),
             on_bad_row=policy,
             reject_path=rejects if policy == "skip" else None,

@@ -24,7 +24,18 @@ def root() -> None:
 def check(
     path: Annotated[str, typer.Argument(help="The hook, package.module:function, as its setting takes it.")],
     kind: Annotated[
-        Literal["generate", "sample_filter", "group_filter", "log", "curriculum", "data_source"] | None,
+        Literal[
+            "generate",
+            "generate_groups",
+            "sample_filter",
+            "group_filter",
+            "post_process",
+            "convert",
+            "log",
+            "curriculum",
+            "data_source",
+        ]
+        | None,
         typer.Option(help="What it is; left out, its parameters tell."),
     ] = None,
     sets: Annotated[

@@ -16,6 +16,7 @@ from typing import Any
 import pyarrow as pa
 
 from strawflow.errors import CorruptPackError
+from strawflow.flow.payload import arrays_of
 from strawflow.flow.placed import read_rows
 from strawflow.flow.run import Run
 from strawflow.flow.trajectory import COMPLETE_SEQ, NOT_SAMPLED, Member, UnitResult, with_every_token
@@ -81,7 +82,7 @@ def _since(before: Member | None, now: Member, prompt: Sequence[int]) -> Member 
     """Return a member with only the tokens after those it had before, or as it is where they do not go on from those; None
     when nothing is new."""
     if before is None or now.siblings or before.siblings:
-        return now if before is None or now != before else None
+        return now if before is None or _told(now) != _told(before) else None
     had = len(before.response_tokens)
     if list(now.response_tokens[:had]) != list(before.response_tokens) or (
         list(_prompt_of(now, prompt)) != list(_prompt_of(before, prompt))
@@ -102,6 +103,10 @@ def _since(before: Member | None, now: Member, prompt: Sequence[int]) -> Member 
     )
 
 
+def _told(member: Member) -> list[tuple[Any, ...]]:
+    return [(list(s.response_tokens), *(getattr(s, name) for name in _TOLD_AGAIN)) for s in member.segments]
+
+
 def _prompt_of(member: Member, prompt: Sequence[int]) -> Sequence[int]:
     return prompt if member.prompt_tokens is None else member.prompt_tokens
 
@@ -111,8 +116,9 @@ def saved_members(rows: pa.RecordBatch | None) -> dict[int, Member]:
     if rows is None:
         return {}
     segments: dict[int, list[Member]] = {}
-    for row in rows.to_pylist():
-        segments.setdefault(row["member"], []).append(_member(row))
+    tensors = arrays_of(rows.column("tensors"))
+    for row, of_row in zip(rows.drop_columns(["tensors"]).to_pylist(), tensors, strict=True):
+        segments.setdefault(row["member"], []).append(replace(_member(row), tensors=of_row))
     return {number: replace(first, siblings=tuple(others)) for number, (first, *others) in segments.items()}
 
 

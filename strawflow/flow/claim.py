@@ -31,6 +31,8 @@ class Prompt:
     label: str | None
     label_format: str | None
     metadata: str | None
+    images: Sequence[bytes] | None = None
+    """Image files as they are, in the order of the prompt; None without any."""
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from strawflow.flow.session import WorkerSession
 from strawflow.ids import Extent
 from strawflow.index import datasets
 from strawflow.index.units import require_priority
+from strawflow.prompts.images import num_bytes
 from strawflow.prompts.reader import OnBadRow, ReadReport, read_prompts
 from strawflow.prompts.row import PromptKeys, PromptRow, to_record_batch
 from strawflow.prompts.source import PromptSource
@@ -186,7 +187,7 @@ def _chunked(rows: Iterator[PromptRow]) -> Iterator[list[PromptRow]]:
     size = 0
     for row in rows:
         chunk.append(row)
-        size += len(row.prompt) + len(row.label or "") + len(row.metadata or "")
+        size += len(row.prompt) + len(row.label or "") + len(row.metadata or "") + num_bytes(row.images)
         if len(chunk) >= _ROWS_PER_EXTENT or size >= _BYTES_PER_EXTENT:
             yield chunk
             chunk, size = [], 0

@@ -9,10 +9,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
+import pyarrow as pa
+
 from strawflow.errors import CommitUnknownError, CorruptPackError, StorageError
 from strawflow.flow import journal
 from strawflow.flow.run import Run
 from strawflow.flow.session import WorkerSession
+from strawflow.ids import Extent
 from strawflow.index import events, leases, packs, quarantine, sessions, weights
 from strawflow.index.engine import Connection
 from strawflow.index.packs import Pack
@@ -105,6 +108,14 @@ def recover_packs(session: WorkerSession) -> int:
     return sum(_recover(session, pack) for pack in left_open)
 
 
+def _schema_of(session: WorkerSession, extent: Extent) -> pa.Schema | None:
+    """Return the schema of an extent's pack; None where its head is damaged, which the copying will tell."""
+    try:
+        return session.reader.stored_schema(extent)
+    except CorruptPackError:
+        return None
+
+
 def _recover(session: WorkerSession, pack: Pack) -> bool:
     run = session.run
     with run.index.read() as connection:
@@ -118,7 +129,7 @@ def _recover(session: WorkerSession, pack: Pack) -> bool:
     corrupt: tuple[CorruptExtent, ...] = ()
     target: PackWriter | None = None
     if extents:
-        target = session.pack_for_copies(pack.kind, purpose="salvage")
+        target = session.pack_for_copies(pack.kind, purpose="salvage", schema=_schema_of(session, extents[0]))
         salvaged = salvage(run.root, extents, target=target)
         moved, corrupt = salvaged.moved, salvaged.corrupt
         if corrupt:

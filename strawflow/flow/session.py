@@ -12,6 +12,8 @@ import threading
 import time
 from types import TracebackType
 
+import pyarrow as pa
+
 from strawflow import clock
 from strawflow.clock import TrustedUntil
 from strawflow.errors import CommitUnknownError, LeaseLostError, StorageError
@@ -82,8 +84,10 @@ class WorkerSession:
         if self._lost.is_set():
             raise LeaseLostError("this session was lost; it must start again", session_id=self.session_id)
 
-    def pack_for_copies(self, kind: str, *, purpose: str) -> PackWriter:
+    def pack_for_copies(self, kind: str, *, purpose: str, schema: pa.Schema | None = None) -> PackWriter:
         """Create a pack of its own for extents of other packs; the caller seals it and names what lies in it.
+
+        `schema` is the earlier version that they are of; None: the present one.
 
         Raises:
             LeaseLostError: the session was declared lost. StorageError: the file cannot be created.
@@ -91,7 +95,9 @@ class WorkerSession:
         path = f"packs/{kind}/{self.session_id}-{purpose}-{new_id('pack')}.arrow"
         pack_id = self._name_pack(PackCreated(kind, path, self.session_id))
         durability = self.run.config.run.durability
-        return PackWriter(self.run.root, pack_id=pack_id, path=path, kind=kind, durability=durability)
+        return PackWriter(
+            self.run.root, pack_id=pack_id, path=path, kind=kind, durability=durability, schema=schema
+        )
 
     def end(self) -> None:
         """Seal the packs and end the session: a clean drain."""

@@ -388,6 +388,7 @@ def unit_detail(run: Run, unit_id: int) -> UnitDetail:
     prompt = next(iter(asked.to_pylist(unit.position - first_row, 1)), None)
     if prompt is not None:
         prompt.pop("content_digest")
+        prompt["images"] = [f"{len(image)} bytes" for image in prompt["images"] or ()] or None
     given = _given(run, reader, unit)
     return UnitDetail(
         unit=unit,

@@ -82,6 +82,9 @@ class Submission:
                         _add_array(
                             state, None if m.prompt_tokens is None else np.asarray(m.prompt_tokens, np.int32)
                         )
+                    for tensor, array in sorted((m.tensors or {}).items()):
+                        _add(state, "tensor", tensor, array.dtype.str, *array.shape)
+                        _add(state, array.tobytes())
         for f in self.failures:
             _add(state, "fail", int(f.unit_id), int(f.fence), f.error, float(f.retry_after_s))
         for unit_id, fence in self.released:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 from strawflow.config import SamplingProfile
 from strawflow.errors import CorruptPackError, InvalidInputError
 from strawflow.flow.columns import constant, lists, maybe, numbers, offsets, same
+from strawflow.flow.payload import check_tensors, tensor_column
 from strawflow.records import schema_of
 
 NOT_SAMPLED = -1
@@ -61,6 +62,8 @@ class Member:
     """What its first token was sampled after; None: the group's prompt."""
     start: int = 0
     """Of progress saved as a difference: how many of the member's tokens before it still count (`flow.chain`)."""
+    tensors: Mapping[str, np.ndarray[Any, Any]] | None = None
+    """Arrays that go with the segment (what a processor made of images), of any numpy type and shape; stored bit for bit."""
     siblings: Sequence[Member] = ()
     """Further segments of the same rollout, in order: only what is a segment's own counts (tokens, their parallel arrays,
     text, prompt, finish reason). Status, reward and failure are the rollout's: told here, once."""
@@ -130,6 +133,7 @@ class Member:
                 f"{num_versions} versions; they must be equally many"
             )
         self._check_mask()
+        check_tensors(self.tensors, of=f"member {self.member}")
         # One pass: a sum of finite float32 values in float64 cannot overflow, and NaN or infinity shows in it.
         if not math.isfinite(self.logprob_array.sum(dtype=np.float64)):
             raise InvalidInputError(f"member {self.member}: a log-probability is not finite")
@@ -315,6 +319,7 @@ def to_record_batch(results: Sequence[UnitResult], *, kind: str = "trajectory") 
         "after_fence": lambda t: maybe(of_units.spread([r.after and r.after[0] for r in results]), t),
         "after_seq": lambda t: maybe(of_units.spread([r.after and r.after[1] for r in results]), t),
         "start": lambda t: numbers([m.start for m in members], t),
+        "tensors": lambda t: tensor_column([[m.tensors for m in r.rows] for r in results], t),
     }
     arrays = [columns[name](dtype) for name, dtype in _fields(kind)]
     return pa.RecordBatch.from_arrays(arrays, schema=schema_of(kind))

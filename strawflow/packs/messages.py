@@ -14,7 +14,7 @@ import pyarrow as pa
 from strawflow.errors import CorruptPackError, InvalidInputError
 from strawflow.ids import Extent
 from strawflow.packs.digests import BLOCK_BYTES, DIGEST_BYTES, first_bad_block, is_one_block, num_blocks
-from strawflow.records import COMPRESSION, check_schema, schema_of
+from strawflow.records import COMPRESSION, as_present, check_schema, schema_of
 
 MAGIC = b"ARROW1\0\0"
 MAX_SCHEMA_BYTES = 1024 * 1024
@@ -52,15 +52,17 @@ def schema_length(head: pa.Buffer, extent: Extent) -> int:
     return 8 + length
 
 
-def check_head(message: pa.Buffer, extent: Extent) -> None:
-    """Refuse a pack whose schema message is damaged, or of another kind or version than the extent's.
+def check_head(message: pa.Buffer, extent: Extent) -> pa.Schema:
+    """Return the schema of a pack; one that is damaged, or of another kind or version than the extent's, is refused.
 
     Raises:
         CorruptPackError: it cannot be parsed.
         IncompatibleFormatError: it is another schema than this program reads.
     """
     try:
-        check_schema(pa.ipc.read_schema(message), extent.kind, path=extent.path)
+        stored = pa.ipc.read_schema(message)
+        check_schema(stored, extent.kind, path=extent.path)
+        return stored
     except (pa.ArrowException, OSError, ValueError) as error:  # ValueError: text that is no UTF-8
         raise CorruptPackError(
             f"the schema at the head of {extent.path} is damaged: {error}", **ids_of(extent)
@@ -89,17 +91,20 @@ def verify(part: pa.Buffer, extent: Extent, *, first_block: int = 0, blocks: int
         raise corrupt(extent, f"does not match its checksum in the 4 MiB from byte {place}")
 
 
-def parse(message: pa.Buffer, extent: Extent) -> pa.RecordBatch:
-    """Return the rows of a verified message; columns that are stored raw point into it.
+def parse(message: pa.Buffer, extent: Extent, stored: pa.Schema | None = None) -> pa.RecordBatch:
+    """Return the rows of a verified message by the present schema; columns that are stored raw point into it.
+
+    `stored` is the schema of its pack; None: the present one.
 
     Raises:
         CorruptPackError: it is no record batch of the extent's kind, or has another number of rows.
     """
+    schema = schema_of(extent.kind) if stored is None else stored
     try:
         if COMPRESSION[extent.kind] is None or message.size > _ALONE_BYTES:
-            batch = pa.ipc.read_record_batch(pa.ipc.read_message(message), schema_of(extent.kind))
+            batch = pa.ipc.read_record_batch(pa.ipc.read_message(message), schema)
         else:
-            batch = _decompress_alone(message, extent.kind)
+            batch = _decompress_alone(message, extent.kind if stored is None else stored)
     except (
         pa.ArrowException,
         OSError,
@@ -110,12 +115,13 @@ def parse(message: pa.Buffer, extent: Extent) -> pa.RecordBatch:
         ) from error
     if batch.num_rows != extent.num_rows:
         raise corrupt(extent, f"holds {batch.num_rows} rows, expected {extent.num_rows}")
-    return batch
+    return batch if stored is None else as_present(batch, extent.kind)
 
 
-def _decompress_alone(message: pa.Buffer, kind: str) -> pa.RecordBatch:
+def _decompress_alone(message: pa.Buffer, of: str | pa.Schema) -> pa.RecordBatch:
     """Parse in this thread: waking Arrow's pool for each of many small buffers costs far more than it saves."""
-    stream = pa.py_buffer(b"".join((_schema_message(kind), message)))
+    head = _schema_message(of) if isinstance(of, str) else of.serialize()
+    stream = pa.py_buffer(b"".join((head, message)))
     return pa.ipc.open_stream(stream, options=_ALONE).read_next_batch()
 
 

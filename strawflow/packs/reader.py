@@ -23,6 +23,7 @@ from strawflow.ids import Extent, RowRange
 from strawflow.packs.digests import BLOCK_BYTES, num_blocks
 from strawflow.packs.messages import MAGIC, check_extent, check_head, ids_of, parse, schema_length, verify
 from strawflow.packs.places import Input, Place, open_place
+from strawflow.records import schema_of
 
 MAX_OPEN_PACKS = 64
 KEPT_BYTES = 32 * 1024 * 1024
@@ -75,9 +76,17 @@ class PackReader:
         def rows(pack: _OpenedPack, is_mapped: bool) -> pa.RecordBatch:
             message = pack.bytes_at(extent.offset, extent.length, is_mapped=is_mapped)
             verify(message, extent)
-            return parse(message, extent)
+            return parse(message, extent, pack.schema)
 
         return self._read_twice(extent, rows, sealed=sealed)
+
+    def stored_schema(self, extent: Extent) -> pa.Schema:
+        """Return the schema that the extent's pack was written by; raises as `read`."""
+        return self._read_twice(
+            extent,
+            lambda pack, _: schema_of(extent.kind) if pack.schema is None else pack.schema,
+            sealed=False,
+        )
 
     def read_many(self, extents: Sequence[Extent], *, sealed: bool = False) -> list[pa.RecordBatch]:
         """Return the rows of each extent, in the given order; neighbours in a file are read in one call.
@@ -171,12 +180,13 @@ class PackReader:
         try:
             for extent in run:
                 check_extent(extent)
-            span = self._opened(run[-1]).bytes_at(begin, end - begin, is_mapped=sealed)
+            pack = self._opened(run[-1])
+            span = pack.bytes_at(begin, end - begin, is_mapped=sealed)
             batches = []
             for extent in run:
                 message = span.slice(min(extent.offset - begin, span.size), extent.length)
                 verify(message, extent)
-                batches.append(parse(message, extent))
+                batches.append(parse(message, extent, pack.schema))
             return batches
         except (CorruptPackError, OSError):
             # One by one, each with its second try, so that the error is that of the extent it belongs to.
@@ -211,7 +221,9 @@ class _OpenedPack:
         length = schema_length(head, extent)
         if len(MAGIC) + length > _HEAD_BYTES:
             head = file.read(0, len(MAGIC) + length)
-        check_head(head.slice(len(MAGIC)), extent)
+        stored = check_head(head.slice(len(MAGIC)), extent)
+        self.schema = None if stored.equals(schema_of(extent.kind), check_metadata=True) else stored
+        """The schema it was written by, where that is not the present one."""
 
     def serves(self, extent: Extent) -> bool:
         return extent.offset + extent.length <= self._file.size and extent.kind == self._kind

@@ -1,7 +1,7 @@
 """Recovery of a pack whose writer died: the extents that the index names are copied to a new pack and sealed there.
 
 1. The source is only read; nothing on the share is replaced in place.
-2. An extent keeps its id and its rows and gets a new place; the caller moves the rows of the index in one transaction.
+2. An extent keeps its id, its rows and its version, so its bytes too, and gets a new place; the caller moves the rows of the index in one transaction.
 3. A damaged extent is reported and left behind, and does not stop the others.
 4. That the writer is dead, and fenced off, is the caller's to know.
 """
@@ -17,6 +17,7 @@ from strawflow.ids import Extent
 from strawflow.packs.places import Place
 from strawflow.packs.reader import PackReader
 from strawflow.packs.writer import PackWriter
+from strawflow.records import as_written
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ def salvage(root: str | Path | Place, extents: Sequence[Extent], *, target: Pack
         corrupt: list[CorruptExtent] = []
         for extent in extents:
             try:
-                batch = reader.read(extent)
+                batch = as_written(reader.read(extent), reader.stored_schema(extent))
             except CorruptPackError as error:
                 corrupt.append(CorruptExtent(extent, error.message))
                 continue

@@ -23,7 +23,7 @@ from strawflow.ids import Extent
 from strawflow.packs.digests import digest_blocks
 from strawflow.packs.messages import MAGIC, check_head, schema_length
 from strawflow.packs.places import Input, Place
-from strawflow.records import SCHEMAS, schema_of
+from strawflow.records import SCHEMAS, as_present, schema_of
 
 FOLDER = "packs"
 _CONTINUATION = 0xFFFFFFFF
@@ -65,6 +65,7 @@ class PackScan:
     _place: Place | None = None
     _start: int = 0
     _blocks: list[tuple[int, int]] | None = None
+    _schema: pa.Schema | None = None
 
     def messages(
         self, *, passing: Callable[[int], bool] = lambda offset: False
@@ -165,9 +166,10 @@ class PackScan:
         if message.size < length:
             raise CorruptPackError("is cut off")
         try:
-            batch = pa.ipc.read_record_batch(pa.ipc.read_message(message), schema_of(self.kind))
+            batch = pa.ipc.read_record_batch(pa.ipc.read_message(message), self._schema)
             # Damaged offsets would be followed out of the message by whoever reads the values.
             batch.validate(full=True)
+            batch = as_present(batch, self.kind)
         except (pa.ArrowException, OSError, ValueError) as error:
             raise CorruptPackError(f"is no record batch of kind {self.kind!r}: {error}") from error
         if batch.num_rows == 0:
@@ -204,14 +206,21 @@ def open_scan(place: Place, path: str) -> PackScan:
     try:
         file = place.open(path)
         start = len(MAGIC) + schema_length(file.read(0, 16), nowhere)
-        check_head(file.read(len(MAGIC), start - len(MAGIC)), nowhere)
+        schema = check_head(file.read(len(MAGIC), start - len(MAGIC)), nowhere)
         blocks = _footer_blocks(file, start)
     except (CorruptPackError, IncompatibleFormatError):
         raise
     except OSError as error:
         raise StorageError(f"cannot read {path}: {error}") from error
     return PackScan(
-        path, kind, file.size, is_sealed=blocks is not None, _place=place, _start=start, _blocks=blocks
+        path,
+        kind,
+        file.size,
+        is_sealed=blocks is not None,
+        _place=place,
+        _start=start,
+        _blocks=blocks,
+        _schema=schema,
     )
 
 

@@ -30,13 +30,16 @@ from strawflow.records import COMPRESSION, schema_of
 _GATHERED_BYTES = 256 * 1024
 
 
-def check_batch(batch: pa.RecordBatch, kind: str) -> None:
+def check_batch(batch: pa.RecordBatch, kind: str, schema: pa.Schema | None = None) -> None:
     """Refuse a record batch that is not of `kind`, is empty, or has nulls where the schema has none.
+
+    `schema` is that of an earlier version; None: the present one.
 
     Raises:
         InvalidInputError: naming the field.
     """
-    schema = schema_of(kind)
+    required = _present_places(kind) if schema is None else _required_places(schema)
+    schema = schema_of(kind) if schema is None else schema
     if not batch.schema.equals(schema, check_metadata=True):
         raise InvalidInputError(
             f"the record batch does not have the schema of kind {kind!r}: {_first_difference(batch.schema, schema)}"
@@ -49,7 +52,6 @@ def check_batch(batch: pa.RecordBatch, kind: str) -> None:
     except pa.ArrowInvalid as error:
         raise InvalidInputError(f"a record batch of kind {kind!r} is malformed: {error}") from error
     # Arrow itself does not hold writers to nullable=False. All columns in one call: each alone costs as much.
-    required = _required_places(kind)
     if batch.select(required).drop_null().num_rows == batch.num_rows:
         return
     for place in required:
@@ -61,8 +63,12 @@ def check_batch(batch: pa.RecordBatch, kind: str) -> None:
 
 
 @cache
-def _required_places(kind: str) -> list[int]:
-    return [place for place, field in enumerate(schema_of(kind)) if not field.nullable]
+def _present_places(kind: str) -> list[int]:
+    return _required_places(schema_of(kind))
+
+
+def _required_places(schema: pa.Schema) -> list[int]:
+    return [place for place, field in enumerate(schema) if not field.nullable]
 
 
 def _first_difference(found: pa.Schema, expected: pa.Schema) -> str:
@@ -106,9 +112,18 @@ class PackWriter:
     """Write one pack; see the module for what it guarantees."""
 
     def __init__(
-        self, root: str | Path | Place, *, pack_id: int, path: str, kind: str, durability: Durability
+        self,
+        root: str | Path | Place,
+        *,
+        pack_id: int,
+        path: str,
+        kind: str,
+        durability: Durability,
+        schema: pa.Schema | None = None,
     ) -> None:
         """Create `path` under `root` (a folder, an address, or a place already opened) for rows of `kind`.
+
+        `schema` is that of an earlier version, for copies of its rows; None: the present one.
 
         Raises:
             AlreadyExistsError: the name was used before.
@@ -122,8 +137,10 @@ class PackWriter:
         self._options = pa.ipc.IpcWriteOptions(compression=COMPRESSION[kind], use_threads=False)
         self._gather = _Gather()
         self._stream = pa.BufferedOutputStream(pa.PythonFile(self._gather, mode="w"), _GATHERED_BYTES)
-        self._arrow = pa.ipc.new_file(self._stream, schema_of(kind), options=self._options)
-        self._header = _file_header(self.kind, self._options)
+        self._earlier = schema
+        schema = schema_of(kind) if schema is None else schema
+        self._arrow = pa.ipc.new_file(self._stream, schema, options=self._options)
+        self._header = _file_header(schema, self._options)
         self._failure: str | None = None
         self._sealed = False
         try:
@@ -147,7 +164,7 @@ class PackWriter:
             StorageError: the write failed, and the pack is ended.
         """
         if not is_checked:
-            check_batch(batch, self.kind)
+            check_batch(batch, self.kind, self._earlier)
         self._require_open()
         try:
             self._arrow.write_batch(batch)
@@ -259,13 +276,13 @@ class PackWriter:
             self._failure = f"{self._failure}; close: {error}"
 
 
-def _file_header(kind: str, options: pa.ipc.IpcWriteOptions) -> bytes:
+def _file_header(schema: pa.Schema, options: pa.ipc.IpcWriteOptions) -> bytes:
     """Return magic and schema message as pyarrow writes them, taken from an empty file made in memory.
 
     Layout: Arrow columnar format, "IPC File Format": 8 bytes of magic and padding, then an encapsulated message
     (4 bytes of continuation, 4 of metadata length, the metadata; a schema has no body).
     """
     sink = pa.BufferOutputStream()
-    pa.ipc.new_file(sink, schema_of(kind), options=options).close()
+    pa.ipc.new_file(sink, schema, options=options).close()
     empty: bytes = sink.getvalue().to_pybytes()
     return empty[: 16 + int.from_bytes(empty[12:16], "little")]

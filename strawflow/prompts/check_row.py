@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from strawflow.errors import ConfigError
 from strawflow.prompts import strict_json
+from strawflow.prompts.images import BadImageError, read_images
 from strawflow.prompts.row import LabelFormat, PromptFormat, PromptKeys, PromptRow, content_digest
 from strawflow.prompts.strict_json import StrictJsonError
 from strawflow.reward_names import parse_row_reward
@@ -36,6 +38,8 @@ class RowRules:
     allow_empty: bool = False
     row_rewards: tuple[str, ...] = ()
     """Functions and addresses that `metadata.reward` may name, beside the rewards that strawflow has."""
+    folder: Path = Path()
+    """What paths of images are relative to."""
 
     def check(self, raw: object, *, line: int) -> PromptRow:
         """Return the checked row.
@@ -50,6 +54,7 @@ class RowRules:
         prompt, prompt_format = self._prompt(_member(raw, self.keys.input_key))
         label, label_format = self._label(raw)
         metadata = self._metadata(raw)
+        images = self._images(raw)
         return PromptRow(
             prompt=prompt,
             prompt_format=prompt_format,
@@ -59,8 +64,14 @@ class RowRules:
             source=self.source,
             source_line=line,
             content_digest=content_digest(
-                prompt, prompt_format, label=label, label_format=label_format, metadata=metadata
+                prompt,
+                prompt_format,
+                label=label,
+                label_format=label_format,
+                metadata=metadata,
+                images=images,
             ),
+            images=images,
         )
 
     def _prompt(self, value: object) -> tuple[str, PromptFormat]:
@@ -112,6 +123,15 @@ class RowRules:
             raise BadRowError("wrong_type", f"{key!r} is {_kind(value)}; it must be an object")
         self._check_reward(value)
         return _json_text(value, key)
+
+    def _images(self, raw: Mapping[str, Any]) -> tuple[bytes, ...] | None:
+        key = self.keys.images_key
+        if key is None:
+            return None
+        try:
+            return read_images(_member(raw, key), key=key, folder=self.folder)
+        except BadImageError as error:
+            raise BadRowError(error.reason, error.detail) from error
 
     def _check_reward(self, metadata: Mapping[str, Any]) -> None:
         """Refuse a row whose own reward no worker could grade, now and not after its responses were sampled."""

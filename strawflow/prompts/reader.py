@@ -90,7 +90,9 @@ def read_prompts(
         raise InvalidInputError(f"on_bad_row is {on_bad_row!r}; it must be 'fail' or 'skip'")
     report = report if report is not None else ReadReport()
     source.check_exists()
-    rules = RowRules(keys, source.shown, allow_empty=allow_empty, row_rewards=row_rewards)
+    rules = RowRules(
+        keys, source.shown, allow_empty=allow_empty, row_rewards=row_rewards, folder=source.folder
+    )
     with _RejectFile(reject_path) as rejects, closing(_records(source, keys, max_line_bytes)) as records:
         for record in records:
             report.num_records += 1

@@ -16,6 +16,7 @@ import pyarrow as pa
 import xxhash
 
 from strawflow.errors import InvalidInputError
+from strawflow.prompts.images import data_address
 from strawflow.records import PROMPT
 
 PromptFormat = Literal["text", "messages"]
@@ -31,15 +32,19 @@ class PromptKeys:
     input_key: str = "prompt"
     label_key: str | None = None
     metadata_key: str | None = None
+    images_key: str | None = None
 
     def __post_init__(self) -> None:
         names = self.names()
         if not all(names) or len(set(names)) != len(names):
-            raise InvalidInputError(f"input, label and metadata keys must be different names, got {names}")
+            raise InvalidInputError(
+                f"input, label, metadata and images keys must be different names, got {names}"
+            )
 
     def names(self) -> list[str]:
         """Return the keys in use, the input key first."""
-        return [name for name in (self.input_key, self.label_key, self.metadata_key) if name is not None]
+        keys = (self.input_key, self.label_key, self.metadata_key, self.images_key)
+        return [name for name in keys if name is not None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +62,8 @@ class PromptRow:
     source_line: int
     """Physical line, or the row number from 1 in a columnar file."""
     content_digest: bytes
+    images: tuple[bytes, ...] | None = None
+    """Image files as they are, in the order of the prompt; None without any."""
 
 
 def content_digest(
@@ -66,11 +73,12 @@ def content_digest(
     label: str | None,
     label_format: LabelFormat | None,
     metadata: str | None,
+    images: Sequence[bytes] | None = None,
 ) -> bytes:
     """Return the 16-byte xxh3-128 (big endian) of a row's content.
 
     Every field is hashed as a presence byte, its length in UTF-8 bytes (8 bytes, little endian) and its bytes, so no
-    two different rows share an encoding.
+    two different rows share an encoding; images, which nearly no row has, come last and are nothing where there are none.
     """
     parts = [_DIGEST_VERSION]
     for field in (prompt_format, prompt, label_format, label, metadata):
@@ -79,6 +87,8 @@ def content_digest(
         else:
             encoded = field.encode("utf-8")
             parts += (b"\x01" + len(encoded).to_bytes(8, "little"), encoded)
+    for image in images or ():
+        parts += (b"\x02" + len(image).to_bytes(8, "little"), image)
     return xxhash.xxh3_128_digest(b"".join(parts))
 
 
@@ -108,6 +118,7 @@ def to_record_batch(
         "metadata": [row.metadata for row in rows],
         "source": [row.source for row in rows],
         "source_line": [row.source_line for row in rows],
+        "images": [None if row.images is None else list(row.images) for row in rows],
     }
     arrays = [pa.array(columns[field.name], type=field.type) for field in PROMPT]
     return pa.RecordBatch.from_arrays(arrays, schema=PROMPT)
@@ -116,20 +127,24 @@ def to_record_batch(
 def from_record_batch(batch: pa.RecordBatch) -> Iterator[PromptRow]:
     """Yield the rows of a stored batch of schema `records.PROMPT`, digests as stored."""
     for row in batch.to_pylist():
-        yield PromptRow(**{name: row[name] for name in PromptRow.__dataclass_fields__})
+        images = None if row["images"] is None else tuple(row["images"])
+        yield PromptRow(**{name: row[name] for name in PromptRow.__dataclass_fields__} | {"images": images})
 
 
 def to_json_line(row: PromptRow, keys: PromptKeys) -> str:
     """Write a row as one line of JSON Lines (no newline) that reads back, with the same keys, to the same content.
 
     Raises:
-        InvalidInputError: the row has a label or metadata and `keys` names no place for it.
+        InvalidInputError: the row has a label, metadata or images and `keys` names no place for it.
     """
-    if (row.label is not None and keys.label_key is None) or (
-        row.metadata is not None and keys.metadata_key is None
-    ):
+    places = (
+        (row.label, keys.label_key),
+        (row.metadata, keys.metadata_key),
+        (row.images, keys.images_key),
+    )
+    if any(value is not None and key is None for value, key in places):
         raise InvalidInputError(
-            f"{row.source}:{row.source_line}: the keys leave no place for its label or metadata"
+            f"{row.source}:{row.source_line}: the keys leave no place for its label, metadata or images"
         )
     members = [(keys.input_key, _text(row.prompt) if row.prompt_format == "text" else row.prompt)]
     if keys.label_key is not None:
@@ -137,6 +152,8 @@ def to_json_line(row: PromptRow, keys: PromptKeys) -> str:
         members.append((keys.label_key, _text(label) if row.label_format == "text" else label))
     if keys.metadata_key is not None:
         members.append((keys.metadata_key, "null" if row.metadata is None else row.metadata))
+    if keys.images_key is not None:
+        members.append((keys.images_key, json.dumps([data_address(image) for image in row.images or ()])))
     return "{" + ",".join(f"{_text(name)}:{value}" for name, value in members) + "}"
 
 

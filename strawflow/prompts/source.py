@@ -70,6 +70,11 @@ class PromptSource:
         """The file as a row and a message name it, without the slice."""
         return self.name or str(self.path)
 
+    @property
+    def folder(self) -> Path:
+        """What paths in the file are relative to: its folder; where rows came by no file, where the program was started."""
+        return self.path.parent if self.name is None else Path()
+
     def __str__(self) -> str:
         if self.start is None and self.stop is None:
             return self.shown

@@ -28,7 +28,8 @@ def made_up_rows(kind: str, num_rows: int, *, seed: int = 0, list_length: int = 
 def _column(field: pa.Field, lengths: list[int], source: random.Random) -> pa.Array:
     if pa.types.is_list(field.type):
         draw = _draw(field.type.value_type, field.name, source)
-        values: list[Any] = [[draw() for _ in range(length)] for length in lengths]
+        is_parallel = not pa.types.is_struct(field.type.value_type)
+        values: list[Any] = [[draw() for _ in range(length if is_parallel else 1)] for length in lengths]
     else:
         draw = _draw(field.type, field.name, source)
         values = [None if field.nullable and source.random() < 0.2 else draw() for _ in lengths]
@@ -43,4 +44,10 @@ def _draw(dtype: pa.DataType, name: str, source: random.Random) -> Callable[[], 
         return lambda: source.gauss(0.0, 1.0)
     if pa.types.is_fixed_size_binary(dtype):
         return lambda: source.randbytes(dtype.byte_width)
+    if pa.types.is_list(dtype):
+        item = _draw(dtype.value_type, name, source)
+        return lambda: [item(), item()]
+    if pa.types.is_struct(dtype):
+        parts = {field.name: _draw(field.type, field.name, source) for field in dtype}
+        return lambda: {part: draw() for part, draw in parts.items()}
     return lambda: f"{name} {source.randrange(10**6)} Stroh gesponnen ✓"

@@ -7,7 +7,7 @@ import json
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -39,12 +39,13 @@ def make_run(
     num_evaluated: dict[str, int] | None = None,
     steps: int = 2,
     prompts: int | None = None,
+    rows: Sequence[dict[str, Any]] = (),
     storage: dict[str, Any] | None = None,
     data: dict[str, Any] | None = None,
     **rollout: Any,
 ) -> Run:
-    """Create a run in `folder` with prompts for `steps` steps of `NUM_UNITS` groups (or `prompts`), and so many of each evaluated
-    dataset."""
+    """Create a run in `folder` with prompts for `steps` steps of `NUM_UNITS` groups (or `prompts`, or these `rows`), and so many of
+    each evaluated dataset."""
     config = RunConfig.model_validate(
         {
             "run": {"durability": "process"},
@@ -75,11 +76,12 @@ def make_run(
         }.items():
             word = "word" if dataset == admit.PROMPTS else dataset
             path = folder / f"{dataset}.jsonl"
-            path.write_text(
-                "".join(json.dumps({"prompt": f"{word}{i}\n"}) + "\n" for i in range(num_prompts))
-            )
+            made = [{"prompt": f"{word}{i}\n", "images": None} for i in range(num_prompts)]
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows or made))
             source, purpose = PromptSource.parse(str(path)), "train" if dataset == admit.PROMPTS else "eval"
-            enqueue(session, EnqueueRequest(dataset, purpose, source, PromptKeys("prompt")))
+            enqueue(
+                session, EnqueueRequest(dataset, purpose, source, PromptKeys("prompt", images_key="images"))
+            )
     return run
 
 

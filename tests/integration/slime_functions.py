@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 from types import SimpleNamespace
 from typing import Any
@@ -71,3 +72,86 @@ async def forgets_logprobs(args: Any, sample: Any, sampling_params: dict[str, An
 
 async def asks_for_more(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
     return args.megatron_path
+
+
+def centres_rewards(args: Any, samples: list[Any]) -> Any:
+    raw = [sample.get_reward_value(args) for sample in samples]
+    mean = sum(raw) / len(raw)
+    return raw, [value - mean for value in raw]
+
+
+def to_train_data(args: Any, samples: list[Any]) -> dict[str, Any]:
+    """What slime's own conversion makes, with the last response token masked."""
+    return {
+        "tokens": [sample.tokens for sample in samples],
+        "response_lengths": [sample.response_length for sample in samples],
+        "rewards": [float(sample.index) for sample in samples],
+        "raw_reward": [0.5 for _ in samples],
+        "truncated": [int(sample.status == sample.Status.TRUNCATED) for sample in samples],
+        "sample_indices": [sample.index for sample in samples],
+        "loss_masks": [[*(sample.loss_mask or [1] * sample.response_length)[:-1], 0] for sample in samples],
+        "rollout_log_probs": [sample.rollout_log_probs for sample in samples],
+    }
+
+
+def adds_a_row(args: Any, samples: list[Any]) -> dict[str, Any]:
+    made = to_train_data(args, samples)
+    return {name: [*values, values[-1]] for name, values in made.items()}
+
+
+def changes_the_response(args: Any, samples: list[Any]) -> dict[str, Any]:
+    made = to_train_data(args, samples)
+    made["tokens"] = [[*tokens[:-1], tokens[-1] + 1] for tokens in made["tokens"]]
+    return made
+
+
+def needs_a_teacher(args: Any, samples: list[Any]) -> dict[str, Any]:
+    return {**to_train_data(args, samples), "teacher_log_probs": [[0.0] for _ in samples]}
+
+
+def postprocesses_tensors(args: Any, rollout_id: int, rollout_data: Any) -> None:
+    """slime's rollout_data_postprocess."""
+
+
+ASKED: list[tuple[int, int, bool, float]] = []
+"""(groups, samples of a group, evaluation, temperature) of each call."""
+
+
+def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    groups = data_source.get_samples(args.rollout_batch_size)
+    ASKED.append((len(groups), args.n_samples_per_prompt, evaluation, args.rollout_temperature))
+    params = {"max_new_tokens": args.rollout_max_response_len, "temperature": args.rollout_temperature}
+
+    async def all_of_them() -> list[list[Any]]:
+        flat = [generate(args, sample, params) for group in groups for sample in group]
+        made = iter(await asyncio.gather(*flat))
+        return [[next(made) for _ in group] for group in groups]
+
+    return SimpleNamespace(samples=asyncio.run(all_of_them()), metrics=None)
+
+
+def samples_beyond_the_claim(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    return data_source.get_samples(args.rollout_batch_size + 1)
+
+
+def keeps_for_later(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    made = generate_rollout(args, rollout_id, data_source)
+    data_source.add_samples(made.samples)
+    return made.samples
+
+
+def leaves_out_a_sample(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    return [
+        [s for s in group if s.index != 2]
+        for group in generate_rollout(args, rollout_id, data_source).samples
+    ]
+
+
+async def rewards_by_rank(args: Any, samples: list[Any]) -> list[float]:
+    assert args.group_rm
+    return [float(place) for place, _ in enumerate(samples)]
+
+
+def sets_rewards(args: Any, samples: list[Any]) -> None:
+    for place, sample in enumerate(samples):
+        sample.reward = {"score": 10.0 + place}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,6 +26,9 @@ from strawflow_workers.rollout.sglang_client import (
     SglangClient,
 )
 from strawflow_workers.rollout.sglang_server import EngineStartError, SglangOptions, SglangServer
+from strawflow_workers.rollout.tokens import PromptTokenizer
+from tests.integration import own_hooks
+from tests.integration.test_turns import unbroken_and_broken
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -237,6 +241,28 @@ def test_a_streamed_answer_is_the_same_one_told_in_parts(
                 await client.generate(request([7] * 3000), on_progress=note)
 
     asyncio.run(run())
+
+
+def test_a_rollout_parked_at_every_turn_boundary_is_bit_for_bit_the_unbroken_one_and_samples_after_the_very_tokens(
+    server: SglangServer,
+    checkpoints: dict[str, Path],
+    tiny_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(own_hooks, "FLUSHES", [True])
+    folder = shutil.copytree(checkpoints["first"], tmp_path / "model")
+    shutil.copy(tiny_model / "tokenizer.json", folder)
+    rows = unbroken_and_broken(folder, tmp_path, engine_url=server.url)
+    model, tokenizer = Qwen3ForCausalLM.from_pretrained(folder), PromptTokenizer(folder)
+    for row in rows:
+        prompt, response = row["prompt_tokens"], row["response_tokens"]
+        with torch.no_grad():
+            likeliest = model(torch.tensor([[*prompt, *response]])).logits[0].argmax(-1)[len(prompt) - 1 :]
+        sampled = [at for at, mask in enumerate(row["loss_mask"]) if mask]
+        assert [int(likeliest[at]) for at in sampled] == [response[at] for at in sampled]
+    response = rows[0]["response_tokens"]
+    assert tokenizer.encode_text(tokenizer.decode(response)) != response, "its text would have done as well"
 
 
 def test_weights_loaded_inside_a_request_are_told_for_exactly_the_tokens_they_sampled(

@@ -52,10 +52,25 @@ def digest_of(**changes: Any) -> bytes:
         {"response_text": "eight"},
         {"environment": b"in the room"},
         {"failure": "none"},
+        {"tensors": {"pixels": np.zeros(2, np.uint8)}},
     ],
 )
 def test_every_value_of_a_member_is_told(changes: dict[str, Any]) -> None:
     assert digest_of(**changes) != SUBMISSION.content_digest()
+
+
+def test_every_bit_type_shape_and_name_of_an_array_is_told() -> None:
+    arrays = [
+        {"x": np.zeros(4, np.uint8)},
+        {"y": np.zeros(4, np.uint8)},
+        {"x": np.array([0, 0, 0, 1], np.uint8)},
+        {"x": np.zeros(4, np.int8)},
+        {"x": np.zeros((2, 2), np.uint8)},
+        {"x": np.zeros(1, np.float32)},
+        {"x": np.zeros(4, np.uint8), "y": np.zeros(0, np.uint8)},
+    ]
+    assert len({digest_of(tensors=given) for given in arrays}) == len(arrays)
+    assert digest_of(tensors={}) == digest_of(tensors=None)
 
 
 @pytest.mark.parametrize(

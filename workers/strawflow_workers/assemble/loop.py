@@ -20,10 +20,11 @@ from strawflow.flow.assemble import UNIT_FAILED, Lineage
 from strawflow.flow.session import WorkerSession
 from strawflow.index.consumers import Assignment, Role
 from strawflow.index.units import Unit
-from strawflow_workers.assemble.packing import FAILED_MEMBERS, STALE, Group, build_batch, is_usable
+from strawflow_workers.assemble.packing import FAILED_MEMBERS, STALE, Group, build_batch, is_usable, rows_of
 from strawflow_workers.drain import Drain
+from strawflow_workers.rollout.hooks.converted import GroupShaper
 from strawflow_workers.rollout.hooks.filtered import judge_group
-from strawflow_workers.rollout.hooks.load import load_group_filter, load_log
+from strawflow_workers.rollout.hooks.load import load_group_filter, load_log, load_shaper
 from strawflow_workers.rollout.hooks.logged import tell_batch
 
 log = logging.getLogger(__name__)
@@ -39,6 +40,7 @@ class AssemblerLoop:
         self._dropped: Counter[str] = Counter()
         self._group_filter = load_group_filter(self._config)
         self._log_hook = load_log(self._config)
+        self._shaper = load_shaper(self._config)
         self._passed: set[tuple[int, int]] = set()
         self._read: dict[tuple[int, int], Group] = {}
 
@@ -93,8 +95,11 @@ class AssemblerLoop:
             groups = self._filtered(role, groups)
         if len(groups) < wanted:
             return False
+        chosen = groups[:wanted]
+        if not is_warm_start and self._shaper is not None:
+            chosen = [self._shaped(self._shaper, group) for group in chosen]
         plan = build_batch(
-            groups[:wanted],
+            chosen,
             step=step,
             objective="sft" if is_warm_start else "grpo",
             version_steps=self._version_steps,
@@ -102,7 +107,7 @@ class AssemblerLoop:
         )
         batch = assemble.plan_batch(self._session, role, plan)
         if self._log_hook is not None:
-            planned = [row for group in groups[:wanted] for row in group.rows]
+            planned = [row for group in chosen for row in group.rows]
             tell_batch(self._log_hook, batch, plan, planned, self._dropped)
         self._dropped.clear()
         self._passed.clear()
@@ -152,7 +157,7 @@ class AssemblerLoop:
         new = [u for u in units if (u.unit_id, u.fence) not in self._read]
         for unit_id, rows in assemble.read_trajectories(self._session, new).items():
             unit = next(u for u in new if u.unit_id == unit_id)
-            self._read[unit_id, unit.fence] = Group(unit, rows.to_pylist())
+            self._read[unit_id, unit.fence] = Group(unit, rows_of(rows))
         return [self._read[u.unit_id, u.fence] for u in units]
 
     def _judge(self, group: Group, step: int, lineage: Lineage) -> str:
@@ -203,6 +208,11 @@ class AssemblerLoop:
             for reason, count in Counter(str(a.reason) for a in dropped).items():
                 self._count_drops(reason, count, num_kept=len(kept))
         return kept
+
+    @staticmethod
+    def _shaped(shaper: GroupShaper, group: Group) -> Group:
+        shaped = shaper.shape(group.unit.unit_id, group.rows)
+        return Group(group.unit, shaped.rows, shaped=shaped)
 
     def _count_drops(self, reason: str, num_dropped: int, *, num_kept: int = 0, example: str = "") -> None:
         """Count groups dropped since the last batch; at the limit the run is starved.

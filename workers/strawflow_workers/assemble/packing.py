@@ -5,6 +5,7 @@
    that they share its denominator.
 2. Members of a group without signal (equal rewards) have advantage 0 and are left out of the packed rows; the group is
    recorded as dropped with the reason `zero_deviation`.
+   Post-processing and conversion by the user's hooks come first: their rewards count here, and their advantages replace ours.
 3. With the policy `mask`, tokens of weights staler than the limit are not trained; the rewards of their members count in
    baseline and deviation all the same. A sequence without a token left is filtered with the reason `stale`.
 4. The order of sequences is a permutation keyed by (seed, step); denominators are counted here once and stored, so a
@@ -26,19 +27,29 @@ import pyarrow as pa
 
 from strawflow.config import RunConfig
 from strawflow.flow.assemble import BatchPlan, PackedMicroBatch
+from strawflow.flow.payload import arrays_of, tensor_column
 from strawflow.flow.trajectory import NOT_SAMPLED
 from strawflow.index.consumers import Assignment
 from strawflow.index.units import Unit
 from strawflow.records import BATCH, PLAN
+from strawflow_workers.rollout.hooks.converted import Shaped
 from strawflow_workers.trainer.advantages import grpo_advantages
 
 FAILED_MEMBERS = "failed_members"
 ZERO_DEVIATION = "zero_deviation"
 STALE = "stale"
+CONVERSION = "conversion"
 """Why a group is sampled afresh or dropped, or a sequence filtered."""
 
 Row = dict[str, Any]
-"""A stored trajectory: one segment of a member."""
+"""A stored trajectory: one segment of a member; its `tensors` are arrays by name, or None."""
+
+
+def rows_of(stored: pa.RecordBatch) -> list[Row]:
+    """Return the stored trajectories of one unit as rows."""
+    tensors = arrays_of(stored.column("tensors"))
+    rows = stored.drop_columns(["tensors"]).to_pylist()
+    return [{**row, "tensors": of_row} for row, of_row in zip(rows, tensors, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -47,7 +58,8 @@ class PackedSequence:
 
     unit: Unit
     row: Mapping[str, Any]
-    advantage: float
+    advantage: float | npt.NDArray[np.float32]
+    """Of each response token."""
     version_steps: npt.NDArray[np.int32]
     mask: npt.NDArray[np.int8]
     """1 = trained, for each response token."""
@@ -69,6 +81,18 @@ class Group:
     rows: list[Row]
     advantages: npt.NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
     """Of each member."""
+    shaped: Shaped | None = None
+    """What the user's hooks made of it; None: they had no part in it. Its rows are `rows`."""
+
+    @property
+    def left_out(self) -> frozenset[tuple[int, int]]:
+        """(member, segment) of rows that are not trained."""
+        return frozenset() if self.shaped is None else self.shaped.left_out
+
+    def advantage_of(self, row: Row, of_member: float) -> float | npt.NDArray[np.float32]:
+        """Return what the tokens of a row are weighted by."""
+        own = None if self.shaped is None else self.shaped.row_advantages.get((row["member"], row["segment"]))
+        return of_member if own is None else own
 
     @property
     def members(self) -> list[list[Row]]:
@@ -105,7 +129,11 @@ def build_batch(
     dropped = _score(groups, objective, config)
     oldest = step - 1 - config.rollout.max_staleness if config.assemble.stale == "mask" else None
     rollouts = [
-        [_sequence(g.unit, row, float(advantage), version_steps, oldest=oldest) for row in rows]
+        [
+            _sequence(g.unit, row, g.advantage_of(row, float(advantage)), version_steps, oldest=oldest)
+            for row in rows
+            if (row["member"], row["segment"]) not in g.left_out
+        ]
         for g in groups
         if g.unit.unit_id not in dropped
         for rows, advantage in zip(g.members, g.advantages, strict=True)
@@ -159,7 +187,7 @@ def _key(row: Mapping[str, Any]) -> tuple[int, int, int]:
 def _sequence(
     unit: Unit,
     row: Mapping[str, Any],
-    advantage: float,
+    advantage: float | npt.NDArray[np.float32],
     version_steps: Mapping[str, int],
     *,
     oldest: int | None,
@@ -186,8 +214,17 @@ def _score(groups: Sequence[Group], objective: str, config: RunConfig) -> dict[i
             rewards, group.valid[None, :], scale_by_deviation=config.assemble.advantage == "grpo"
         )
         group.advantages = advantages[0]
-        if filtered[0]:
+        shaped = group.shaped
+        if shaped is not None and shaped.member_advantages is not None:
+            given = shaped.member_advantages
+            group.advantages = np.array(
+                [given.get(first["member"], 0.0) for first, *_ in group.members], np.float32
+            )
+        elif filtered[0] and not (shaped is not None and shaped.row_advantages):
             dropped[group.unit.unit_id] = ZERO_DEVIATION
+        trained = {(r["member"], r["segment"]) for r in group.rows if r["status"] != "failed"}
+        if trained <= group.left_out:
+            dropped[group.unit.unit_id] = CONVERSION
     return dropped
 
 
@@ -247,6 +284,7 @@ def pack_rows(
         "prompt_length": np.array([len(s.row["prompt_tokens"]) for s in sequences], np.int32),
         "temperature": np.array([s.row["temperature"] for s in sequences], np.float32),
         "reward": np.array([s.row["reward"] for s in sequences], np.float64),
+        "tensors": tensor_column([[s.row.get("tensors") for s in sequences]], BATCH.field("tensors").type),
     }
     arrays = [c if isinstance(c := columns[f.name], pa.Array) else pa.array(c).cast(f.type) for f in BATCH]
     return pa.RecordBatch.from_arrays(arrays, schema=BATCH)
@@ -268,7 +306,17 @@ def _mean_reward(groups: Sequence[Group]) -> float | None:
     return float(np.mean(rewards)) if rewards else None
 
 
-def _why_filtered(row: Mapping[str, Any]) -> str:
+def _shown(advantage: float | npt.NDArray[np.float32], mask: Sequence[int]) -> float:
+    """Return the one number that a plan tells of a row's advantage: their mean over the trained tokens."""
+    if isinstance(advantage, float):
+        return advantage
+    trained = advantage[np.asarray(mask, np.bool_)]
+    return float(trained.mean()) if len(trained) else 0.0
+
+
+def _why_filtered(row: Mapping[str, Any], left_out: frozenset[tuple[int, int]]) -> str:
+    if (row["member"], row["segment"]) in left_out:
+        return CONVERSION
     if not row["response_tokens"]:
         return "empty_response"
     return STALE if any(row["loss_mask"]) else "masked"
@@ -300,8 +348,10 @@ def _plan_rows(
                     "outcome": "excluded" if excluded else "trained" if place else "filtered",
                     "reason": row["failure"]
                     if excluded
-                    else reason or (None if place else _why_filtered(row)),
-                    "advantage": None if excluded else float(advantage),
+                    else reason or (None if place else _why_filtered(row, group.left_out)),
+                    "advantage": None
+                    if excluded
+                    else _shown(group.advantage_of(row, float(advantage)), row["loss_mask"]),
                     "staleness": _staleness(row, version_steps, step),
                     "num_tokens": len(row["prompt_tokens"]) + len(row["response_tokens"]),
                     "mini_batch": place[0] if place else None,

@@ -9,7 +9,7 @@ from strawflow_workers.rollout.tokens import PromptTokenizer
 
 def demonstration(grant: Grant, tokenizer: PromptTokenizer) -> UnitResult:
     """Return a labelled prompt as a finished member: the label's tokens and the end of sequence, sampled by no weights."""
-    label = grant.prompt.label
+    label, inputs = grant.prompt.label, tokenizer.inputs(grant.prompt)
     if label is None:
         member = failed_member(0, "the demonstration has no label")
     else:
@@ -23,12 +23,13 @@ def demonstration(grant: Grant, tokenizer: PromptTokenizer) -> UnitResult:
             finish_reason="stop",
             reward=1.0,
             response_text=label,
+            tensors=inputs.tensors,
         )
     return UnitResult(
         unit_id=grant.unit_id,
         fence=grant.fence,
         seq=COMPLETE_SEQ,
-        prompt_tokens=tokenizer.encode(grant.prompt),
+        prompt_tokens=inputs.tokens,
         members=[member],
         profile=grant.profile,
         engine="demonstration",

@@ -7,25 +7,32 @@
    yet, come back partial. A partial member goes on with its tokens in the prompt and what is left of its token limits.
 5. How far the units in flight have come can be asked at any moment, to be saved: responses that may be longer than the
    engine's stream interval are streamed for that.
-6. With a generate hook, it makes each member's rollout; the filter, the reward and the second try are the same.
+6. With a generate hook, it makes each member's rollout; the filter, the reward and the second try are the same. A partial member
+   goes on from the last turn that its session saved.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from strawflow.config import RunConfig, SamplingProfile
 from strawflow.flow.chain import saved_members
-from strawflow.flow.claim import Grant
+from strawflow.flow.claim import Grant, Prompt
 from strawflow.flow.trajectory import PARTIAL, Member, UnitResult, failed_member
 from strawflow_workers.rollout.engine import ServedEngine
 from strawflow_workers.rollout.hooks.filtered import DROPPED, why_dropped
-from strawflow_workers.rollout.hooks.generated import HookedRollouts, rollout_of, sample_of
-from strawflow_workers.rollout.hooks.interfaces import GenerateHook, Sample, SampleFilter
-from strawflow_workers.rollout.hooks.load import load_generate, load_sample_filter
+from strawflow_workers.rollout.hooks.generated import HookedRollouts, InFlight, rollout_of, sample_of
+from strawflow_workers.rollout.hooks.interfaces import (
+    GenerateGroupsHook,
+    GenerateHook,
+    Sample,
+    SampleFilter,
+)
+from strawflow_workers.rollout.hooks.load import load_generate, load_generate_groups, load_sample_filter
+from strawflow_workers.rollout.hooks.whole import Asked, GatheredClaim, WholeRollouts
 from strawflow_workers.rollout.profile_rewards import ProfileRewards
 from strawflow_workers.rollout.rewards.members import MemberRewards
 from strawflow_workers.rollout.sglang_client import (
@@ -35,7 +42,7 @@ from strawflow_workers.rollout.sglang_client import (
     OnProgress,
 )
 from strawflow_workers.rollout.stops import first_stop, is_at_end
-from strawflow_workers.rollout.tokens import PromptTokenizer
+from strawflow_workers.rollout.tokens import PromptInputs, PromptTokenizer
 
 
 @dataclass(frozen=True)
@@ -90,10 +97,13 @@ class RolloutHooks:
 
     generate: GenerateHook | None = None
     generate_timeout_s: float = 0.0
+    run_id: str = ""
+    """Stands in the keys that tools are given."""
     sample_filter: SampleFilter | None = None
+    generate_groups: GenerateGroupsHook | None = None
 
     @classmethod
-    def of(cls, config: RunConfig, *, model_path: str) -> RolloutHooks:
+    def of(cls, config: RunConfig, *, model_path: str, run_id: str = "") -> RolloutHooks:
         """Load those that a configuration names.
 
         Raises:
@@ -102,7 +112,9 @@ class RolloutHooks:
         return cls(
             load_generate(config, model_path=model_path),
             config.rollout.generate_timeout_s,
+            run_id,
             load_sample_filter(config),
+            load_generate_groups(config, model_path=model_path),
         )
 
 
@@ -123,19 +135,47 @@ class UnitGenerator:
         self.most_unsaved = 0
         """Most tokens that any response has got since `progress` was last asked for."""
         self._sample_filter = hooks.sample_filter
-        self._hooked = (
+        self._in_flight = InFlight()
+        limits: dict[str, Any] = {
+            "in_flight": self._in_flight,
+            "timeout_s": hooks.generate_timeout_s,
+            "run_id": hooks.run_id,
+        }
+        self._whole = (
             None
-            if hooks.generate is None
-            else HookedRollouts(hooks.generate, engine, tokenizer, timeout_s=hooks.generate_timeout_s)
+            if hooks.generate_groups is None
+            else WholeRollouts(hooks.generate_groups, engine, tokenizer, **limits)
+        )
+        self._hooked = (
+            None if hooks.generate is None else HookedRollouts(hooks.generate, engine, tokenizer, **limits)
         )
 
-    async def generate(self, grant: Grant) -> UnitResult:
+    @property
+    def has_turns(self) -> bool:
+        """Whether hooks make the rollouts, whose turns `progress` tells and `most_unsaved` does not count."""
+        return self._hooked is not None or self._whole is not None
+
+    def gathered(self, num_groups: int) -> GatheredClaim | None:
+        """Return what gathers so many groups of one claim into one call of a hook; None: there is no such hook."""
+        return None if self._whole is None or not num_groups else self._whole.gathered(num_groups)
+
+    async def generate(self, grant: Grant, claim: GatheredClaim | None = None) -> UnitResult:
         """Return the result of a granted unit; members are partial only when the engine was interrupted meanwhile.
+
+        `claim` gathers the groups that were granted with it (`gathered`): each of them is to be generated.
 
         Raises:
             EngineUnavailableError: the engine does not answer; the unit's attempt has failed.
         """
-        prompt_tokens = self._tokenizer.encode(grant.prompt)
+        gathering = _Once(claim)
+        try:
+            return await self._generate(grant, gathering)
+        finally:
+            gathering.give_up()
+
+    async def _generate(self, grant: Grant, gathering: _Once) -> UnitResult:
+        inputs = await self._inputs(grant.prompt)
+        prompt_tokens = inputs.tokens
         rewards = MemberRewards(self._rewards.of(grant.profile), grant.prompt, prompt_tokens)
         members = saved_members(grant.continuation)
         underway = _Underway(prompt_tokens, dict(members))
@@ -144,11 +184,13 @@ class UnitGenerator:
         # Partial first, then whatever failed once more.
         for _ in range(2):
             open_ones = [n for n in range(grant.profile.num_samples) if _is_open(members.get(n))]
-            found = await self._members(grant, prompt_tokens, open_ones, begun, rewards)
+            found = await self._members(grant, prompt_tokens, open_ones, begun, rewards, gathering)
             members |= {m.member: m for m in found}
             if self._engine.is_interrupted or not any(_is_open(m) for m in found):
                 break
         settled = await rewards.settle([members[n] for n in range(grant.profile.num_samples)])
+        if inputs.tensors is not None:
+            settled = [_with_tensors(member, inputs.tensors) for member in settled]
         return self._result(grant, prompt_tokens, settled)
 
     def _result(self, grant: Grant, prompt_tokens: list[int], members: Sequence[Member]) -> UnitResult:
@@ -159,22 +201,30 @@ class UnitGenerator:
         found = []
         for grant in grants:
             underway = self._underway.get((grant.unit_id, grant.fence))
-            members = [] if underway is None else self._so_far(underway, grant.profile)
+            members = [] if underway is None else self._so_far(grant, underway)
             if underway is not None and members:
                 found.append((grant, self._result(grant, underway.prompt_tokens, members)))
         self.most_unsaved = 0
         return found
 
-    def _so_far(self, underway: _Underway, profile: SamplingProfile) -> list[Member]:
-        members = dict(underway.members)
+    def _so_far(self, grant: Grant, underway: _Underway) -> list[Member]:
+        members = underway.members | {m.member: m for m in self._in_flight.saved(grant.unit_id)}
         for number, (before, generation) in underway.streamed.items():
             underway.told[number] = len(generation.output_ids)
-            members[number] = _partial(number, self._joined(generation, before, profile).copied())
+            members[number] = _partial(number, self._joined(generation, before, grant.profile).copied())
         return [m for _, m in sorted(members.items()) if m.status != PARTIAL or m.response_tokens]
 
     def forget(self, grant: Grant) -> None:
         """Drop what is kept of a unit that is no longer in flight."""
         self._underway.pop((grant.unit_id, grant.fence), None)
+
+    async def _inputs(self, prompt: Prompt) -> PromptInputs:
+        if not prompt.images:
+            return self._tokenizer.inputs(prompt)
+        is_hooked = self._hooked is not None or self._whole is not None
+        if is_hooked and not self._tokenizer.has_processor:
+            return PromptInputs(self._tokenizer.encode(prompt))  # the hook's to do
+        return await asyncio.to_thread(self._tokenizer.inputs, prompt)  # decoding images takes its time
 
     async def _members(
         self,
@@ -183,12 +233,32 @@ class UnitGenerator:
         numbers: Sequence[int],
         begun: dict[int, Member],
         rewards: MemberRewards,
+        gathering: _Once,
     ) -> list[Member]:
         """Sample, filter and score members; `begun` are those that were saved partial."""
-        sampled = await self._sampled(grant, prompt_tokens, numbers, begun)
+        if self._whole is not None:
+            sampled = await self._of_whole(self._whole, grant, prompt_tokens, numbers, begun, gathering)
+        else:
+            sampled = await self._sampled(grant, prompt_tokens, numbers, begun)
         return list(
             await asyncio.gather(*(self._rewarded(grant, prompt_tokens, m, rewards) for m in sampled))
         )
+
+    async def _of_whole(
+        self,
+        whole: WholeRollouts,
+        grant: Grant,
+        prompt_tokens: list[int],
+        numbers: Sequence[int],
+        begun: dict[int, Member],
+        gathering: _Once,
+    ) -> list[Member]:
+        """Sample members by the hook of whole claims: with the groups of the claim, or (a second try) alone."""
+        asked = [Asked(self._asked(grant, prompt_tokens, n), _rid(grant, n), begun.get(n)) for n in numbers]
+        claim = gathering.take()
+        if claim is not None:
+            return await claim.members(asked)
+        return (await whole.call([asked]))[0] if asked else []
 
     async def _sampled(
         self, grant: Grant, prompt_tokens: list[int], numbers: Sequence[int], begun: dict[int, Member]
@@ -197,7 +267,9 @@ class UnitGenerator:
         if self._hooked is not None:
             calls = [
                 self._hooked.sample(
-                    self._asked(grant, prompt_tokens, number), f"u{grant.unit_id}.{grant.fence}.m{number}"
+                    self._asked(grant, prompt_tokens, number),
+                    _rid(grant, number),
+                    begun.get(number),
                 )
                 for number in numbers
             ]
@@ -285,6 +357,7 @@ class UnitGenerator:
         return GenerateRequest(
             input_ids=[*prompt_tokens, *done],
             sampling_params=sampling_params(grant.profile, num_samples=len(numbers), num_done=len(done)),
+            images=grant.prompt.images or (),
             rid=f"u{grant.unit_id}.{grant.fence}.m{numbers[0]}-{len(numbers)}",
         )
 
@@ -331,11 +404,38 @@ class UnitGenerator:
         return sample_of(grant, prompt_tokens, number, sampling_params(grant.profile, num_samples=1))
 
 
+class _Once:
+    """One group's part in a claim that is gathered: it is handed in, or given up, once."""
+
+    def __init__(self, claim: GatheredClaim | None) -> None:
+        self._claim = claim
+
+    def take(self) -> GatheredClaim | None:
+        claim, self._claim = self._claim, None
+        return claim
+
+    def give_up(self) -> None:
+        if (claim := self.take()) is not None:
+            claim.withdraw()
+
+
+def _rid(grant: Grant, member: int) -> str:
+    return f"u{grant.unit_id}.{grant.fence}.m{member}"
+
+
 def _is_open(member: Member | None) -> bool:
     """Tell whether a member is to be sampled: it was not begun, was broken off, or failed otherwise than by a filter."""
     if member is None or member.status == PARTIAL:
         return True
     return member.status == "failed" and not (member.failure or "").startswith(DROPPED)
+
+
+def _with_tensors(member: Member, tensors: Mapping[str, Any]) -> Member:
+    """Return a member whose segments that brought none of their own have the prompt's."""
+    if member.status == "failed":
+        return member
+    siblings = tuple(s if s.tensors is not None else replace(s, tensors=tensors) for s in member.siblings)
+    return replace(member, tensors=tensors if member.tensors is None else member.tensors, siblings=siblings)
 
 
 def _partial(number: int, response: _Response) -> Member:

@@ -34,6 +34,7 @@ from strawflow.flow import (
 )
 from strawflow.flow.claim import Grant, PromptShelf
 from strawflow.flow.progress import Standing
+from strawflow.flow.run import identity_of
 from strawflow.flow.session import WorkerSession
 from strawflow.flow.trajectory import PARTIAL, UnitResult
 from strawflow.ids import new_id
@@ -113,7 +114,9 @@ class RolloutLoop:
             EngineError: the engine died or serves wrong weights; start again.
             ConfigError: a reward or hook cannot be used.
         """
-        hooks = RolloutHooks.of(self._config, model_path=str(self._run.model_path))
+        hooks = RolloutHooks.of(
+            self._config, model_path=str(self._run.model_path), run_id=identity_of(self._run.root)
+        )
         self._mixing = mixing_hooks(self._config, model_path=str(self._run.model_path))
         version = await self._first_version()
         if version is None:
@@ -217,7 +220,7 @@ class RolloutLoop:
         is_due = 0 < config.save_every_s <= time.monotonic() - self._saved_at
         if is_due or 0 < config.save_every_tokens <= most:
             self._saved_at = time.monotonic()
-            if most:
+            if most or self._generator.has_turns:
                 await self._save(list(self._in_flight.values()))
 
     async def _save(self, grants: Sequence[Grant]) -> None:
@@ -276,7 +279,7 @@ class RolloutLoop:
         if all(m.status != PARTIAL for m in result.members):
             self._finished.append(result)
         elif self._config.rollout.partial_rollout and any(
-            m.response_tokens or m.status != PARTIAL for m in result.members
+            m.response_tokens or m.environment is not None or m.status != PARTIAL for m in result.members
         ):
             self._broken_off.append(result)
         else:
@@ -337,8 +340,9 @@ class RolloutLoop:
         """Start generating for what was leased."""
         if any(grant.continuation is not None for grant in grants):
             grants = await self._blocking(lambda: continuation.without_outdated(self._session, grants))
+        together = self._generator.gathered(len(grants))
         for grant in grants:
-            task = asyncio.create_task(self._generator.generate(grant))
+            task = asyncio.create_task(self._generator.generate(grant, together))
             self._in_flight[task] = grant
 
     async def _claim(self, limit: int, purposes: Sequence[str]) -> list[Grant]:

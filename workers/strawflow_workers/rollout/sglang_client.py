@@ -23,6 +23,7 @@ import numpy as np
 
 from strawflow.errors import ConfigError, EngineError, InvalidInputError
 from strawflow.flow.trajectory import MAX_LOGPROB
+from strawflow.prompts.images import data_address
 
 ORIGINAL_LOGPROB_VARIABLE = "SGLANG_RETURN_ORIGINAL_LOGPROB"
 MASKED_LOGPROB = -9000.0
@@ -64,6 +65,8 @@ class GenerateRequest:
     input_ids: Sequence[int]
     sampling_params: Mapping[str, Any] = field(default_factory=dict)
     """SGLang's own names: n, temperature, top_p, top_k, max_new_tokens, stop_token_ids, ..."""
+    images: Sequence[bytes] = ()
+    """Image files as they are, in the order of their places in the prompt."""
     rid: str | None = None
     """Name to abort by. SGLang renames the samples of a request with n > 1: only abort() of all ends those."""
 
@@ -157,13 +160,7 @@ class SglangClient:
             raise InvalidInputError(
                 "sampling_seed with n > 1 draws one sample n times; send n requests with n seeds"
             )
-        body = {
-            "input_ids": list(request.input_ids),
-            "sampling_params": dict(request.sampling_params),
-            "return_logprob": True,
-            "stream": on_progress is not None,
-            **({"rid": request.rid} if request.rid is not None else {}),
-        }
+        body = {**request_body(request), "stream": on_progress is not None}
         if on_progress is not None:
             return await self._generate_streaming(body, request.num_samples, on_progress)
         answer = await self._call("POST", "/generate", body)
@@ -397,6 +394,26 @@ class StreamedSample:
             cached_tokens=int(meta.get("cached_tokens", 0)),
             tells_spans=bool(meta.get("weight_versions")),
         )
+
+
+def request_body(request: GenerateRequest) -> dict[str, Any]:
+    """Return what SGLang's /generate is sent."""
+    return {
+        "input_ids": list(request.input_ids),
+        "sampling_params": dict(request.sampling_params),
+        "return_logprob": True,
+        "stream": False,
+        **_image_data(request),
+        **({"rid": request.rid} if request.rid is not None else {}),
+    }
+
+
+def _image_data(request: GenerateRequest) -> dict[str, Any]:
+    """Return the images as SGLang takes them: a list; for several samples a list of it, else it counts images as prompts."""
+    if not request.images:
+        return {}
+    images = [data_address(image) for image in request.images]
+    return {"image_data": [images] if request.num_samples > 1 else images}
 
 
 def parse_generation(sample: Any, *, engine: str = "") -> Generation:

@@ -1,21 +1,39 @@
-"""Prompts to token ids and back, with the checkpoint's own tokenizer.
+"""Prompts to token ids and back, with the checkpoint's own tokenizer; prompts with images, with its processor.
 
 Plain text goes through the `tokenizers` library alone, which loads in milliseconds; chat messages need the checkpoint's
-template and load transformers on first use.
+template, and images its processor: they load transformers on first use.
 """
 
 from __future__ import annotations
 
+import io
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tokenizers import Tokenizer
 
-from strawflow.errors import ConfigError
+from strawflow.errors import ConfigError, InvalidInputError
 from strawflow.flow.claim import Prompt
+
+_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
+
+
+@dataclass(frozen=True)
+class PromptInputs:
+    """What a model is given of a prompt."""
+
+    tokens: list[int]
+    tensors: Mapping[str, np.ndarray[Any, Any]] | None = None
+    """What the processor made of the images, by its names (pixel_values, image_grid_thw, ...); None without images."""
+
+
+_OF_TOKENS = ("input_ids", "attention_mask")
+"""Of a processor's answer: what is told by the token ids."""
 
 
 class PromptTokenizer:
@@ -33,6 +51,38 @@ class PromptTokenizer:
             raise ConfigError(f"{path} is missing; the model folder needs its tokenizer")
         self._tokenizer = Tokenizer.from_file(str(path))
         self.eos_id = self._read_eos()
+
+    @property
+    def has_processor(self) -> bool:
+        """Whether the checkpoint says how images become its inputs."""
+        return any((self._model_path / name).is_file() for name in _PROCESSOR_FILES)
+
+    def inputs(self, prompt: Prompt) -> PromptInputs:
+        """Return token ids and, of a prompt with images, what the checkpoint's processor made of them.
+
+        Raises:
+            InvalidInputError: the prompt has images and the checkpoint no processor, or the processor refuses them.
+        """
+        if not prompt.images:
+            return PromptInputs(self.encode(prompt))
+        if not self.has_processor:
+            raise InvalidInputError(
+                f"the prompt has images, and {self._model_path} has no processor ({' or '.join(_PROCESSOR_FILES)}): take a "
+                "checkpoint with one, or a generate hook that makes the inputs (rollout.generate)"
+            )
+        from PIL import Image
+
+        text = prompt.prompt
+        if prompt.prompt_format == "messages":
+            text = self._processor.apply_chat_template(json.loads(prompt.prompt), add_generation_prompt=True)
+        try:
+            images = [Image.open(io.BytesIO(image)).convert("RGB") for image in prompt.images]
+            made = self._processor(images=images, text=text, return_tensors="np")
+        except (OSError, ValueError) as error:  # no image; more or fewer of them than the text has places for
+            raise InvalidInputError(f"the processor refuses the images of the prompt: {error}") from error
+        tokens = [int(token) for token in made["input_ids"][0]]
+        tensors = {name: np.asarray(value) for name, value in made.items() if name not in _OF_TOKENS}
+        return PromptInputs(tokens, tensors)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Return the prompt's token ids, without special tokens for text, by the chat template for messages."""
@@ -57,6 +107,13 @@ class PromptTokenizer:
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(str(self._model_path), local_files_only=True)
+
+    @cached_property
+    def _processor(self) -> Any:
+        from transformers import AutoProcessor
+
+        loader: Any = AutoProcessor
+        return loader.from_pretrained(str(self._model_path), local_files_only=True)
 
     def _read_eos(self) -> int:
         config = json.loads((self._model_path / "config.json").read_text(encoding="utf-8"))

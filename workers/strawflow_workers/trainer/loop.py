@@ -19,6 +19,7 @@ import pyarrow as pa
 
 from strawflow import faults
 from strawflow.config import RunConfig
+from strawflow.errors import ConfigError
 from strawflow.flow import consume, publish_weights, rescue
 from strawflow.flow.admit_evaluation import is_evaluated
 from strawflow.flow.consume import Resumption
@@ -61,9 +62,18 @@ def first_objective(config: RunConfig) -> str:
 
 
 def to_mini_batches(batch: Batch, rows: Iterable[tuple[MicroBatchPlace, pa.RecordBatch]]) -> list[MiniBatch]:
-    """Turn packed rows into what the trainer takes, by mini-batch; the list buffers are used as they lie."""
+    """Turn packed rows into what the trainer takes, by mini-batch; the list buffers are used as they lie.
+
+    Raises:
+        ConfigError: a sequence has tensors: this trainer would train its text as if the images were not there.
+    """
     by_mini: dict[int, list[PackedMicroBatch]] = {}
     for place, packed in rows:
+        if packed.column("tensors").null_count < packed.num_rows:
+            raise ConfigError(
+                f"step {batch.step} has sequences with tensors (of images, say), and this trainer trains text models alone; train "
+                "these batches with a program of your own (Store.consumer, Batch.tensors)"
+            )
         by_mini.setdefault(place.mini_batch, []).append(_to_micro_batch(packed))
     return [
         MiniBatch(tuple(by_mini[at]), denominator)

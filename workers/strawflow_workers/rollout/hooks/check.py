@@ -12,7 +12,8 @@ import argparse
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -23,91 +24,27 @@ from strawflow.errors import ConfigError, InvalidInputError
 from strawflow.flow.trajectory import Member, UnitResult, to_record_batch, with_every_token
 from strawflow_workers.rollout.hooks import check_prompts, slime
 from strawflow_workers.rollout.hooks.check_prompts import Finding
+from strawflow_workers.rollout.hooks.converted import GroupShaper, Shaped
 from strawflow_workers.rollout.hooks.filtered import checked_verdict
 from strawflow_workers.rollout.hooks.generated import checked_rollout, member_of
-from strawflow_workers.rollout.hooks.interfaces import (
-    CompletedGroup,
-    Generated,
-    GroupMember,
-    Interrupted,
-    Sample,
-    Segment,
-)
+from strawflow_workers.rollout.hooks.interfaces import Interrupted, Sample
 from strawflow_workers.rollout.hooks.load import KINDS, Function, import_function, load, positional_names
+from strawflow_workers.rollout.hooks.made_up import (
+    NUM_MEMBERS,
+    ByteTokenizer,
+    CheckEngine,
+    CheckEngines,
+    groups,
+    rollout,
+    sample,
+    stored_rows,
+)
+from strawflow_workers.rollout.hooks.whole import checked_nesting
 
-NUM_MEMBERS = 4
 TIMEOUT_S = 30.0
 BREAK_OFF_S = 2.0
 BLOCKED_S = 1.0
 """Longer than this a hook may not keep the event loop from others."""
-VERSION = "v000000-check"
-EOS = 256
-_RESPONSE = "The answer is 4."
-
-
-class ByteTokenizer:
-    """One token a byte."""
-
-    eos_id = EOS
-
-    def encode_text(self, text: str) -> list[int]:
-        return list(text.encode())
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return bytes(i for i in ids if i < EOS).decode(errors="replace")
-
-
-class CheckEngine:
-    """An engine that always gives the same answer, cut at max_new_tokens; its next answer may be that it is interrupted."""
-
-    def __init__(self) -> None:
-        self.url = ""
-        self.eos_id = EOS
-        self.served: Sequence[str] = (VERSION,)
-        self.sampling: Mapping[str, Any] = {}
-        """Of the sample that it is used for."""
-        self.interrupts = False
-
-    async def generate(
-        self, prompt_tokens: Sequence[int], sampling: Mapping[str, Any] | None = None
-    ) -> Generated:
-        await asyncio.sleep(0)
-        if self.interrupts:
-            raise Interrupted
-        tokens, is_cut = self._answer({**self.sampling, **(sampling or {})})
-        return Generated(
-            tokens=tokens,
-            logprobs=[-0.5] * len(tokens),
-            versions=[VERSION] * len(tokens),
-            finish_reason="length" if is_cut else "stop",
-        )
-
-    def encode(self, text: str) -> list[int]:
-        return ByteTokenizer().encode_text(text)
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        return ByteTokenizer().decode(tokens)
-
-    def _answer(self, sampling: Mapping[str, Any]) -> tuple[list[int], bool]:
-        whole = [*ByteTokenizer().encode_text(_RESPONSE), EOS]
-        limit = int(sampling.get("max_new_tokens", len(whole)))
-        return whole[:limit], limit < len(whole)
-
-    async def answer_http(self, request: web.Request) -> web.Response:
-        """SGLang's /generate."""
-        body = await request.json()
-        tokens, is_cut = self._answer(body.get("sampling_params") or {})
-        reason = "abort" if self.interrupts else "length" if is_cut else "stop"
-        meta = {
-            "finish_reason": {"type": reason},
-            "output_token_logprobs": [[-0.5, token, None] for token in tokens],
-            "weight_version": VERSION,
-            "prompt_tokens": len(body.get("input_ids") or ()),
-            "completion_tokens": len(tokens),
-            "cached_tokens": 0,
-        }
-        text = ByteTokenizer().decode(tokens)
-        return web.json_response({"text": text, "output_ids": tokens, "meta_info": meta})
 
 
 def check(path: str, kind: str | None = None, *, sets: Sequence[str] = ("easy", "hard")) -> list[Finding]:
@@ -125,8 +62,14 @@ def check(path: str, kind: str | None = None, *, sets: Sequence[str] = ("easy", 
     match kind:
         case "generate":
             findings += asyncio.run(_check_generate(hook))
+        case "generate_groups":
+            findings += asyncio.run(_check_claim(hook))
         case "sample_filter":
-            findings += _check_filter(lambda sample: hook(sample, _rollout()), [_sample(n) for n in (0, 1)])
+            findings += _check_filter(lambda sample: hook(sample, rollout()), [sample(n) for n in (0, 1)])
+        case "post_process":
+            findings += _check_shaping(GroupShaper(hook, None))
+        case "convert":
+            findings += _check_shaping(GroupShaper(None, hook))
         case "log":
             findings += _check_log(hook)
         case "curriculum":
@@ -137,7 +80,7 @@ def check(path: str, kind: str | None = None, *, sets: Sequence[str] = ("easy", 
                 hook, lambda: load(kind, path, slime.arguments(RunConfig()))
             )
         case _:
-            findings += _check_filter(hook, _groups())
+            findings += _check_filter(hook, groups())
     return findings
 
 
@@ -154,8 +97,11 @@ def guessed_kind(path: str) -> str:
     fits = [
         name
         for name, kind in KINDS.items()
-        if names == kind.parameters
-        or tuple(n for n in names if n not in kind.slime_keywords) == (kind.slime_parameters or None)
+        if kind.is_told_by_parameters
+        and (
+            names == kind.parameters
+            or tuple(n for n in names if n not in kind.slime_keywords) == (kind.slime_parameters or None)
+        )
     ]
     if len(fits) != 1:
         raise ConfigError(
@@ -165,7 +111,20 @@ def guessed_kind(path: str) -> str:
 
 
 async def _check_generate(hook: Function) -> list[Finding]:
-    engine = CheckEngine()
+    findings: list[Finding] = []
+    async with _over_http(CheckEngine()) as engine:
+        members = await _members(hook, engine, findings)
+        if len(members) == NUM_MEMBERS:
+            _stored(members, findings)
+            await _bears_a_cut(hook, engine, findings)
+            await _breaks_off(hook, engine, findings)
+            await _goes_on(hook, engine, members[0], findings)
+    return findings
+
+
+@asynccontextmanager
+async def _over_http(engine: CheckEngine) -> AsyncIterator[CheckEngine]:
+    """Give an engine an address where it speaks SGLang's /generate."""
     app = web.Application()
     app.router.add_post("/generate", engine.answer_http)
     runner = web.AppRunner(app)
@@ -173,15 +132,42 @@ async def _check_generate(hook: Function) -> list[Finding]:
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     engine.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    findings: list[Finding] = []
     try:
-        members = await _members(hook, engine, findings)
-        if len(members) == NUM_MEMBERS:
-            _stored(members, findings)
-            await _bears_a_cut(hook, engine, findings)
-            await _breaks_off(hook, engine, findings)
+        yield engine
     finally:
         await runner.cleanup()
+
+
+async def _check_claim(hook: Function) -> list[Finding]:
+    """A hook of whole claims: three groups, the last a single member as in a second try."""
+    whole = [[replace(sample(n), unit_id=unit) for n in range(NUM_MEMBERS)] for unit in (1, 2)]
+    asked = [*whole, [replace(sample(2), unit_id=3)]]
+    findings: list[Finding] = []
+    requirement = "returns a rollout for each sample, nested alike"
+    async with _over_http(CheckEngine()) as engine:
+        try:
+            made = await asyncio.wait_for(hook(asked, CheckEngines(engine)), TIMEOUT_S)
+            rollouts = checked_nesting(made, asked)
+            tokenizer: Any = ByteTokenizer()
+            members = [
+                [
+                    member_of(s.member, checked_rollout(r), tokenizer=tokenizer, sampled_by=engine.served)
+                    for s, r in zip(*pair, strict=True)
+                ]
+                for pair in zip(asked, rollouts, strict=True)
+            ]
+        except (Exception, Interrupted) as error:  # what user code raises is what is found
+            return [Finding(requirement, False, _told(error))]
+        findings.append(Finding(requirement, True, f"{[len(group) for group in members]} members"))
+        _stored(members[0], findings)
+        engine.interrupts = True
+        try:
+            await asyncio.wait_for(hook(asked, CheckEngines(engine)), BREAK_OFF_S)
+            holds = True
+        except (Exception, Interrupted) as error:  # whatever it makes of it, but for going on
+            holds = not isinstance(error, TimeoutError)
+        told = "" if holds else f"it went on for {BREAK_OFF_S:g} s; let Interrupted pass, do not ask again"
+        findings.append(Finding("ends when its groups are broken off", holds, told))
     return findings
 
 
@@ -189,7 +175,7 @@ async def _members(hook: Function, engine: CheckEngine, findings: list[Finding])
     members: list[Member] = []
     slowest = 0.0
     for number in range(NUM_MEMBERS):
-        made, blocked_s = await _timed(hook, _sample(number), engine)
+        made, blocked_s = await _timed(hook, sample(number), engine)
         slowest = max(slowest, blocked_s)
         if isinstance(made, BaseException):
             findings.append(Finding("returns a rollout", False, f"member {number}: {_told(made)}"))
@@ -210,7 +196,12 @@ async def _members(hook: Function, engine: CheckEngine, findings: list[Finding])
 
 
 async def _timed(
-    hook: Function, sample: Sample, engine: CheckEngine, *, timeout_s: float = TIMEOUT_S
+    hook: Function,
+    sample: Sample,
+    engine: CheckEngine,
+    *,
+    timeout_s: float = TIMEOUT_S,
+    saved: Member | None = None,
 ) -> tuple[Member | BaseException, float]:
     """Call the hook; returns its member or what it raised, and the longest time it kept the event loop."""
     longest = 0.0
@@ -222,7 +213,7 @@ async def _timed(
             await asyncio.sleep(0.01)
             longest = max(longest, time.monotonic() - before)
 
-    engine.sampling = sample.sampling
+    engine.begin(sample, saved)
     watching = asyncio.create_task(watch())
     await asyncio.sleep(0)
     try:
@@ -231,7 +222,7 @@ async def _timed(
         await asyncio.sleep(0.02)
         tokenizer: Any = ByteTokenizer()
         return member_of(
-            sample.member, checked_rollout(found), tokenizer=tokenizer, served=engine.served
+            sample.member, checked_rollout(found), tokenizer=tokenizer, sampled_by=engine.served
         ), longest
     except (Exception, Interrupted) as error:  # what user code raises is what is found
         return error, longest
@@ -242,7 +233,7 @@ async def _timed(
 def _stored(members: list[Member], findings: list[Finding]) -> None:
     failed = [m.failure for m in members if m.status == "failed"]
     profile = RunConfig().profiles()["train"]
-    result = UnitResult(1, 1, 1, list(_sample(0).prompt_tokens), members, profile, "check")
+    result = UnitResult(1, 1, 1, list(sample(0).prompt_tokens), members, profile, "check")
     told = ""
     try:
         result.check()
@@ -262,7 +253,7 @@ def _stored(members: list[Member], findings: list[Finding]) -> None:
 
 
 async def _bears_a_cut(hook: Function, engine: CheckEngine, findings: list[Finding]) -> None:
-    short = replace(_sample(0), sampling={**_sample(0).sampling, "max_new_tokens": 3})
+    short = replace(sample(0), sampling={**sample(0).sampling, "max_new_tokens": 3})
     made, _ = await _timed(hook, short, engine)
     holds = isinstance(made, Member)
     told = f"told as {made.status}" if isinstance(made, Member) else _told(made)
@@ -272,10 +263,44 @@ async def _bears_a_cut(hook: Function, engine: CheckEngine, findings: list[Findi
 async def _breaks_off(hook: Function, engine: CheckEngine, findings: list[Finding]) -> None:
     """Whatever it makes of an interruption the worker sees; only going on for ever keeps a drain waiting."""
     engine.interrupts = True
-    made, _ = await _timed(hook, _sample(0), engine, timeout_s=BREAK_OFF_S)
+    made, _ = await _timed(hook, sample(0), engine, timeout_s=BREAK_OFF_S)
     holds = not isinstance(made, TimeoutError)
     told = "" if holds else f"it went on for {BREAK_OFF_S:g} s; let Interrupted pass, do not ask again"
     findings.append(Finding("ends when its group is broken off", holds, told))
+
+
+async def _goes_on(hook: Function, engine: CheckEngine, whole: Member, findings: list[Finding]) -> None:
+    """Break the hook off at every turn that its session saves; each time it must make the rest as if never broken."""
+    engine.interrupts = False
+    engine.begin(sample(0))
+    await _timed(hook, sample(0), engine)
+    num_turns = 0 if engine.opened is None else engine.opened.turn
+    if not num_turns:
+        return
+    requirement = "goes on at each saved turn as if never broken off"
+    for turn in range(1, num_turns + 1):
+        engine.breaks_at = turn
+        made, _ = await _timed(hook, sample(0), engine)
+        saved = None if engine.opened is None else engine.opened.saved
+        engine.breaks_at = None
+        if isinstance(made, Interrupted) and saved is not None:
+            made, _ = await _timed(hook, sample(0), engine, saved=saved)
+        if isinstance(made, BaseException):
+            findings.append(Finding(requirement, False, f"after turn {turn}: {_told(made)}"))
+            return
+        if _parts(made) != _parts(whole):
+            told = f"broken off after turn {turn} it made another rollout; begin from session.turn and session.state"
+            findings.append(Finding(requirement, False, told))
+            return
+    findings.append(Finding(requirement, True, f"{num_turns} turns"))
+
+
+def _parts(member: Member) -> list[tuple[list[int], list[int] | None]]:
+    """Return what a rollout is made of: each segment's tokens and mask."""
+    return [
+        (list(s.response_tokens), None if s.mask_array is None else s.mask_array.tolist())
+        for s in member.segments
+    ]
 
 
 def _check_filter(judge: Callable[[Any], object], given: Sequence[Any]) -> list[Finding]:
@@ -296,14 +321,33 @@ def _check_filter(judge: Callable[[Any], object], given: Sequence[Any]) -> list[
     return findings
 
 
+def _check_shaping(shaper: GroupShaper) -> list[Finding]:
+    findings: list[Finding] = []
+    told = []
+    is_same = True
+    for group in groups():
+        try:
+            first, second = (shaper.shape(group.unit_id, stored_rows(group)) for _ in range(2))
+        except ConfigError as error:
+            return [Finding("returns what can be trained", False, error.message)]
+        is_same = is_same and _shown(first) == _shown(second)
+        num_sound = sum(row["status"] != "failed" for row in first.rows)
+        told.append(f"{num_sound - len(first.left_out)} of {num_sound} rows")
+    findings.append(Finding("returns what can be trained", True, ", ".join(told)))
+    findings.append(
+        Finding("says the same of the same", is_same, "" if is_same else "it is asked again after a restart")
+    )
+    return findings
+
+
+def _shown(shaped: Shaped) -> str:
+    own = {key: advantages.tolist() for key, advantages in shaped.row_advantages.items()}
+    return repr((shaped.rows, sorted(shaped.left_out), shaped.member_advantages, own))
+
+
 def _check_log(hook: Function) -> list[Finding]:
     fate = {"outcome": "trained", "reason": None, "advantage": 0.5, "staleness": 0}
-    rows = [
-        {**row, **fate, "unit_id": g.unit_id, "status": m.status, "reward": m.reward, "failure": m.failure}
-        for g in _groups()
-        for m in g.members
-        for row in m.segments
-    ]
+    rows = [{**row, **fate} for group in groups() for row in stored_rows(group)]
     numbers = {"num_sequences": len(rows), "num_tokens": 500, "max_staleness": 0, "num_masked_tokens": 0}
     metrics = {"objective": "grpo", "mean_reward": 0.5, **numbers, "drops": {"zero_deviation": 2}}
     try:
@@ -311,68 +355,6 @@ def _check_log(hook: Function) -> list[Finding]:
     except Exception as error:  # what user code raises is what is found
         return [Finding("takes a batch", False, _told(error))]
     return [Finding("takes a batch", True, f"{len(rows)} rows")]
-
-
-def _sample(member: int) -> Sample:
-    prompt = "What is 2 + 2?\n"
-    return Sample(
-        unit_id=1,
-        member=member,
-        prompt=prompt,
-        prompt_format="text",
-        prompt_tokens=ByteTokenizer().encode_text(prompt),
-        sampling={"temperature": 1.0, "top_p": 1.0, "max_new_tokens": 64, "n": 1},
-        purpose="train",
-        label="4",
-        metadata={},
-    )
-
-
-def _rollout() -> Any:
-    tokens = ByteTokenizer().encode_text(_RESPONSE)
-    segment = Segment(
-        tokens=tokens, logprobs=[-0.5] * len(tokens), versions=[VERSION] * len(tokens), text=_RESPONSE
-    )
-    return checked_rollout(segment)
-
-
-def _groups() -> list[CompletedGroup]:
-    """Groups of equal and of different rewards, one with a failed member and one with a member of two segments."""
-    return [
-        _group([1.0] * NUM_MEMBERS),
-        _group([0.0] * NUM_MEMBERS),
-        _group([0.0, 1.0, 0.0, 1.0]),
-        _group([0.0, 1.0, None, 1.0]),
-        _group([0.0, 1.0, 0.5, 1.0], num_segments=2),
-    ]
-
-
-def _group(rewards: Sequence[float | None], *, num_segments: int = 1) -> CompletedGroup:
-    tokens = ByteTokenizer().encode_text(_RESPONSE)
-    row = {
-        "prompt_tokens": list(_sample(0).prompt_tokens),
-        "response_tokens": tokens,
-        "response_text": _RESPONSE,
-        "loss_mask": [1] * len(tokens),
-        "logprobs": [-0.5] * len(tokens),
-        "token_versions": [0] * len(tokens),
-        "weight_versions": [VERSION],
-        "finish_reason": "stop",
-    }
-    return CompletedGroup(
-        unit_id=1,
-        members=[
-            GroupMember(
-                member=n,
-                status="failed" if reward is None else "finished",
-                segments=[{**row, "member": n, "segment": at} for at in range(num_segments)],
-                reward=reward,
-                score=reward,
-                failure="reward: ValueError" if reward is None else None,
-            )
-            for n, reward in enumerate(rewards)
-        ],
-    )
 
 
 def _told(error: object) -> str:

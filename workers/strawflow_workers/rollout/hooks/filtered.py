@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 from strawflow.errors import ConfigError
@@ -44,13 +46,19 @@ def judge_group(
     Raises:
         ConfigError: the filter raised, or returned no verdict: without one nothing can be planned.
     """
-    group = CompletedGroup(unit_id=unit_id, members=[_member(rows) for rows in members])
+    group = completed_group(unit_id, [row for rows in members for row in rows])
     try:
         return checked_verdict(group_filter(group))
     except Exception as error:  # user code; it is mended, and the run resumed
         raise ConfigError(
             f"assemble.group_filter raised at unit {unit_id}: {type(error).__name__}: {error}"
         ) from error
+
+
+def completed_group(unit_id: int, rows: Sequence[dict[str, Any]]) -> CompletedGroup:
+    """Return a stored group as hooks see it; `rows` are its members' segments, member after member."""
+    members = [list(own) for _, own in groupby(rows, key=itemgetter("member"))]
+    return CompletedGroup(unit_id=unit_id, members=[_member(own) for own in members])
 
 
 def checked_verdict(found: object) -> Verdict:

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -31,6 +31,8 @@ class Sample:
     label: str | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """The row's metadata; empty without any."""
+    images: Sequence[bytes] = ()
+    """Image files of the row as they are (PNG, JPEG ...), in the order of the prompt."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,14 +60,24 @@ class Engine(Protocol):
         ...
 
     async def generate(
-        self, prompt_tokens: Sequence[int], sampling: Mapping[str, Any] | None = None
+        self,
+        prompt_tokens: Sequence[int],
+        sampling: Mapping[str, Any] | None = None,
+        *,
+        images: Sequence[bytes] | None = None,
     ) -> Generated:
         """Sample once after these token ids; `sampling` replaces single values of the sample's own.
+
+        `images` are image files that the token ids have places for; None: the sample's.
 
         Raises:
             EngineResponseError: the answer cannot be used; uncaught it fails the member.
             Interrupted: the group is being broken off; let it pass.
         """
+        ...
+
+    def session(self) -> Session:
+        """Return this member's session: fresh, or as its last saved turn left it before the group was broken off."""
         ...
 
     def encode(self, text: str) -> list[int]:
@@ -78,7 +90,8 @@ class Engine(Protocol):
 
 
 class Interrupted(BaseException):
-    """The group is broken off (drain, new weights): what the member had is given up, it starts again from its prompt.
+    """The group is broken off (drain, new weights): the member goes on from the last turn that its session saved, or, without
+    one, starts again from its prompt.
 
     No Exception, so that a hook's own error handling does not take it for one.
     """
@@ -102,6 +115,9 @@ class Segment:
     """`stop`, or `length` where the response was cut."""
     text: str | None = None
     """What a reward reads; None: the tokens' text."""
+    tensors: Mapping[str, Any] | None = None
+    """numpy arrays that the trainer needs beside the tokens (pixel_values, ...), stored bit for bit; None: those that the
+    checkpoint's processor made of the prompt, if it has images."""
 
     def add_generated(self, generated: Generated, *, trained: bool = True) -> None:
         """Append an engine's answer."""
@@ -121,6 +137,94 @@ class Segment:
         self.logprobs += logprobs
         self.versions += versions
         self.loss_mask += [int(trained)] * len(tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurnKey:
+    """Names one call of a tool. The same call, made again after a kill or a break, has the same key."""
+
+    run_id: str
+    unit_id: int
+    member: int
+    turn: int
+    """How many turns were saved before it."""
+    call: int
+    """From 0 within the turn."""
+    content: str
+    """32 hexadecimal digits: a hash of all token ids before the call. Equal keys but for this: the turn was sampled anew, and
+    the call may be another."""
+
+    def __str__(self) -> str:
+        return f"{self.run_id}.u{self.unit_id}.m{self.member}.t{self.turn}.c{self.call}.{self.content}"
+
+
+class Session(Protocol):
+    """A rollout of several turns that outlives breaks: what `save` was told last is stored with the group when it is parked
+    (drain, newer weights), and any worker goes on there. Token ids go in and come out; nothing is tokenised anew."""
+
+    @property
+    def turn(self) -> int:
+        """Turns saved so far; a fresh session has 0."""
+        ...
+
+    @property
+    def state(self) -> Any:
+        """What the last `save` was given: a JSON value or bytes. None in a fresh session."""
+        ...
+
+    @property
+    def segments(self) -> Sequence[Segment]:
+        """What was made so far; the last is being written."""
+        ...
+
+    @property
+    def tokens_left(self) -> int:
+        """How many response tokens, the environment's included, the present segment may still take: `max_new_tokens` of the
+        sample's settings in all."""
+        ...
+
+    async def sample(
+        self,
+        sampling: Mapping[str, Any] | None = None,
+        *,
+        trained: bool = True,
+        images: Sequence[bytes] | None = None,
+    ) -> Generated:
+        """Sample after all tokens of the present segment, and append the answer.
+
+        `sampling` replaces single values of the sample's own; `max_new_tokens` is never more than `tokens_left`, and with none
+        left the answer is empty, of finish reason `length`. `images` are image files that the tokens have places for; None: the
+        sample's. Raises as `Engine.generate`.
+        """
+        ...
+
+    def add_environment(self, tokens: Sequence[int]) -> None:
+        """Append tokens that no weights sampled (a tool's answer, a user's turn): they are never trained."""
+        ...
+
+    def begin_segment(self, prompt_tokens: Sequence[int]) -> None:
+        """Go on in a further segment with a prompt of its own (a context that was shortened, say)."""
+        ...
+
+    async def call(self, tool: Callable[..., Any], *arguments: Any) -> Any:
+        """Return `tool(*arguments, key=TurnKey)`: awaited where it is `async`, else run in a thread.
+
+        A tool whose effects must not be repeated looks the key up: after a kill the turn is played again.
+
+        Raises:
+            Interrupted: the group is being broken off; the tool was not called.
+        """
+        ...
+
+    def save(self, state: Any = None) -> None:
+        """End a turn: from here on a break loses nothing of what was made until now. Atomic: a break before it goes on from the
+        turn before. `state` is what the environment goes on from: a JSON value, or bytes.
+
+        Raises:
+            ValueError, TypeError: the state is no JSON value.
+            InvalidInputError: the segments' lists are not parallel, or a mask trains what was not sampled.
+        """
+        ...
 
 
 @dataclass(kw_only=True)
@@ -256,10 +360,86 @@ class DataSource(Protocol):
     def __call__(self, request: PromptRequest, state: Any) -> Prompts: ...
 
 
+class PostProcessed:
+    """What a group's rewards became: one item for each member that did not fail, in the order of members."""
+
+    rewards: Sequence[float] | None = None
+    """What the members are rewarded with in this batch; None: as they were. What is stored stays."""
+    advantages: Sequence[float] | None = None
+    """What every trained token of the member is weighted by; None: from the rewards, by `assemble.advantage`."""
+
+
+@dataclass(kw_only=True)
+class TrainingRow:
+    """One sequence as it is trained; `of` begins from a stored segment. The five lists of the response are equally long."""
+
+    member: int
+    segment: int
+    prompt_tokens: Sequence[int]
+    response_tokens: Sequence[int]
+    loss_mask: Sequence[int]
+    """1 = trained; a token that no weights sampled is never trained."""
+    logprobs: Sequence[float]
+    token_versions: Sequence[int]
+    """Places in the `weight_versions` of the stored segment; -1 where no weights sampled the token."""
+    advantages: float | Sequence[float] | None = None
+    """For the whole response or one item a token; None: the member's, from the rewards of the group."""
+    reward: float | None = None
+    """The rollout's, the same in all its rows; None: as it was stored."""
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> TrainingRow:
+        """Return a stored segment (`GroupMember.segments`) as it would be trained without a hook."""
+        return cls(
+            member=row["member"],
+            segment=row["segment"],
+            prompt_tokens=row["prompt_tokens"],
+            response_tokens=row["response_tokens"],
+            loss_mask=row["loss_mask"],
+            logprobs=row["logprobs"],
+            token_versions=row["token_versions"],
+        )
+
+
 class GenerateHook(Protocol):
-    """`rollout.generate`: one sample in; one segment, several that share a rollout, or a `Rollout` out."""
+    """`rollout.generate`: one sample in; one segment, several that share a rollout (`session.segments`), or a `Rollout` out."""
 
     async def __call__(self, sample: Sample, engine: Engine) -> Segment | Sequence[Segment] | Rollout: ...
+
+
+class Engines(Protocol):
+    """The engine, as a hook that makes all rollouts of a claim sees it."""
+
+    url: str
+    """SGLang's address, for what is not offered here."""
+    eos_id: int
+
+    @property
+    def served(self) -> Sequence[str]:
+        """Ids of the weights that the engine served since the call began, in order."""
+        ...
+
+    def of(self, sample: Sample) -> Engine:
+        """Return the engine that knows which member it is used for, with its session."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a text, without special tokens added."""
+        ...
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of token ids, without a closing end of sequence."""
+        ...
+
+
+class GenerateGroupsHook(Protocol):
+    """`rollout.generate_groups`: the groups of one claim in, each a list of its members' samples; for each sample what a
+    `GenerateHook` returns, nested alike, out. What it is given may be fewer members of a group (a second try, a group that was
+    parked), and train and eval together."""
+
+    async def __call__(
+        self, groups: Sequence[Sequence[Sample]], engines: Engines
+    ) -> Sequence[Sequence[Segment | Sequence[Segment] | Rollout]]: ...
 
 
 class SampleFilter(Protocol):
@@ -274,6 +454,21 @@ class GroupFilter(Protocol):
     replacement. Called again for the same group after a restart of the assembler, so it should depend on the group alone."""
 
     def __call__(self, group: CompletedGroup) -> Verdict: ...
+
+
+class PostProcess(Protocol):
+    """`assemble.post_process`: called for each group of a batch when it is planned. Unlike `rollout.reward_post_process`, which makes
+    the rewards that are stored, it may give the advantages, and what it makes is stored with the batch alone."""
+
+    def __call__(self, group: CompletedGroup) -> PostProcessed: ...
+
+
+class Convert(Protocol):
+    """`assemble.convert`: turns a group into the rows that are trained, when its batch is planned and after `post_process`. It
+    returns at most one row for each stored segment; one that it leaves out is recorded as filtered, with the reason
+    `conversion`. A group without any row is dropped with it."""
+
+    def __call__(self, group: CompletedGroup) -> Sequence[TrainingRow]: ...
 
 
 class LogHook(Protocol):

@@ -19,14 +19,18 @@ from typing import Any, cast
 
 from strawflow.config import RunConfig
 from strawflow.errors import ConfigError
-from strawflow_workers.rollout.hooks import slime, slime_source
+from strawflow_workers.rollout.hooks import slime, slime_rollout, slime_source, slime_training
+from strawflow_workers.rollout.hooks.converted import GroupShaper
 from strawflow_workers.rollout.hooks.filtered import nonzero_deviation
 from strawflow_workers.rollout.hooks.interfaces import (
+    Convert,
     Curriculum,
     DataSource,
+    GenerateGroupsHook,
     GenerateHook,
     GroupFilter,
     LogHook,
+    PostProcess,
     SampleFilter,
 )
 
@@ -48,12 +52,20 @@ class Kind:
     slime_parameters: tuple[str, ...] = ()
     slime_keywords: tuple[str, ...] = ()
     """Given by name to a function that has them."""
+    slime_is_async: bool | None = None
+    """Whether slime's form is an `async def`; None: as ours is."""
     built_in: tuple[tuple[str, Function], ...] = ()
+    is_told_by_parameters: bool = True
+    """Whether `hook check` takes a function with these parameters for one of this kind; others have the same."""
 
     def expected(self) -> str:
         """Return in words how a function of this kind is called."""
         forms = [self.parameters, self.slime_parameters] if self.adapter else [self.parameters]
-        shown = [f"{'async ' if self.is_async else ''}({', '.join(names)})" for names in forms]
+        marks = [self.is_async, self.is_async if self.slime_is_async is None else self.slime_is_async]
+        shown = [
+            f"{'async ' if mark else ''}({', '.join(names)})"
+            for names, mark in zip(forms, marks, strict=False)
+        ]
         return f"expected is {', or '.join(shown)}{' as in slime' if self.adapter else ''}"
 
 
@@ -68,6 +80,15 @@ KINDS: dict[str, Kind] = {
         slime.generate_hook,
         ("args", "sample", "sampling_params"),
         ("evaluation",),
+    ),
+    "generate_groups": Kind(
+        "rollout.generate_groups",
+        ("groups", "engines"),
+        True,
+        slime_rollout.generate_groups_hook,
+        ("args", "rollout_id", "data_source"),
+        ("evaluation",),
+        slime_is_async=False,
     ),
     "sample_filter": Kind(
         "rollout.sample_filter",
@@ -85,6 +106,22 @@ KINDS: dict[str, Kind] = {
         ("args", "group"),
         built_in=(("nonzero_deviation", nonzero_deviation),),
     ),
+    "post_process": Kind(
+        "assemble.post_process",
+        ("group",),
+        False,
+        slime_training.post_process,
+        ("args", "samples"),
+        is_told_by_parameters=False,
+    ),
+    "convert": Kind(
+        "assemble.convert",
+        ("group",),
+        False,
+        slime_training.convert,
+        ("args", "samples"),
+        is_told_by_parameters=False,
+    ),
     "log": Kind("assemble.log", ("step", "rows", "metrics"), False),
     "curriculum": Kind("rollout.curriculum", ("step", "sets", "state"), False),
     "data_source": Kind(DATA_SOURCES, ("request", "state"), False, slime_source.data_source, ("args",)),
@@ -94,6 +131,11 @@ KINDS: dict[str, Kind] = {
 def load_generate(config: RunConfig, *, model_path: str = "") -> GenerateHook | None:
     """Return the generate hook of a configuration, None without one; raises ConfigError as `load`."""
     return cast(GenerateHook | None, _configured("generate", config, model_path))
+
+
+def load_generate_groups(config: RunConfig, *, model_path: str = "") -> GenerateGroupsHook | None:
+    """Return the hook of whole claims of a configuration, None without one; raises ConfigError as `load`."""
+    return cast(GenerateGroupsHook | None, _configured("generate_groups", config, model_path))
 
 
 def load_sample_filter(config: RunConfig) -> SampleFilter | None:
@@ -126,12 +168,21 @@ def load_data_sources(config: RunConfig, *, model_path: str = "") -> dict[str, D
     }
 
 
+def load_shaper(config: RunConfig) -> GroupShaper | None:
+    """Return what a configuration shapes groups by when they are planned, None without any; raises ConfigError as `load`."""
+    post_process = cast(PostProcess | None, _configured("post_process", config))
+    convert = cast(Convert | None, _configured("convert", config))
+    return None if post_process is None and convert is None else GroupShaper(post_process, convert)
+
+
 def require(config: RunConfig) -> None:
     """Load every hook that a configuration names.
 
     Raises:
         ConfigError: one of them cannot be used.
     """
+    if config.rollout.generate and config.rollout.generate_groups:
+        raise ConfigError("rollout.generate and rollout.generate_groups both make rollouts; name one of them")
     for kind in KINDS.keys() - {"data_source"}:
         _configured(kind, config)
     load_data_sources(config)
@@ -160,8 +211,10 @@ def load(kind: str, path: str, args: slime.Arguments) -> Function:
     if path in known:
         return known[path]
     function = import_function(path, where=where, known=tuple(known))
+    slime_training.refuse_unmet(function, named=f"{where} {path!r}")
     if place.adapter is not None and slime.is_slimes(function):
-        _require_fit(function, place, path, place.slime_parameters, place.slime_keywords)
+        is_async = place.is_async if place.slime_is_async is None else place.slime_is_async
+        _require_fit(function, place, path, place.slime_parameters, place.slime_keywords, is_async=is_async)
         return place.adapter(function, args)
     _require_fit(function, place, path, place.parameters)
     return function
@@ -227,7 +280,13 @@ def _nearest(name: str, known: tuple[str, ...]) -> str:
 
 
 def _require_fit(
-    function: Function, place: Kind, path: str, given: tuple[str, ...], by_name: tuple[str, ...] = ()
+    function: Function,
+    place: Kind,
+    path: str,
+    given: tuple[str, ...],
+    by_name: tuple[str, ...] = (),
+    *,
+    is_async: bool | None = None,
 ) -> None:
     named = f"{place.setting} {path!r}"
     expected = place.expected()
@@ -239,8 +298,9 @@ def _require_fit(
         signature.bind(*given, **slime.keywords(function, dict.fromkeys(by_name)))
     except TypeError as error:
         raise ConfigError(f"{named}{signature}: {error}; {expected}") from None
-    if place.is_async != _is_async(function):
-        raise ConfigError(f"{named} is {'no' if place.is_async else 'an'} 'async def'; {expected}")
+    wanted = place.is_async if is_async is None else is_async
+    if wanted != _is_async(function):
+        raise ConfigError(f"{named} is {'no' if wanted else 'an'} 'async def'; {expected}")
 
 
 def _is_async(function: Function) -> bool:

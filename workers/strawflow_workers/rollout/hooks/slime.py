@@ -2,6 +2,7 @@
 
     async (args, sample, sampling_params[, evaluation]) -> Sample | list[Sample]     rollout.generate
     async (args, sample) -> number | dict                                            rollout.reward
+    async (args, samples) -> [number | dict]                                         rollout.reward, of a whole group
     (args, sample[, *, rollout_id, evaluation]) -> Sample | None                     rollout.sample_filter
     (args, group, **more) -> {keep, reason}                                          assemble.group_filter
 
@@ -130,6 +131,9 @@ def arguments(config: RunConfig, *, model_path: str = "", engine_url: str = "") 
         rollout_stop_token_ids=list(rollout.stop_token_ids) or None,
         rollout_seed=config.run.seed,
         seed=config.run.seed,
+        advantage_estimator="grpo",
+        rewards_normalization=True,
+        grpo_std_normalization=config.assemble.advantage == "grpo",
         partial_rollout=False,
         group_rm=False,
         reward_key=None,
@@ -169,18 +173,25 @@ def generate_hook(function: Function, args: Arguments) -> interfaces.GenerateHoo
             **{name: value for name, value in sample.sampling.items() if name != "n"},
         }
         told = keywords(function, {"evaluation": sample.purpose == "eval"})
-        found = await function(own, _asked(sample), params, **told)
-        samples = found if isinstance(found, list) else [found]
-        statuses = [_status(s) for s in samples]
-        if "aborted" in statuses:
-            raise Interrupted
-        if "failed" in statuses:
-            return Rollout(segments=[], failure="the function returned a failed sample")
-        return Rollout(
-            segments=[segment_of(s, engine.served) for s in samples], reward=_one_reward(samples, own)
-        )
+        found = await function(own, asked_sample(sample), params, **told)
+        return rollout_of(found if isinstance(found, list) else [found], engine.served, own)
 
     return generate
+
+
+def rollout_of(samples: Sequence[Any], served: Sequence[str], args: Arguments) -> Rollout:
+    """Return the finished samples of one rollout; `served` are the versions that may have sampled it.
+
+    Raises:
+        Interrupted: one was aborted.
+        ValueError: as `segment_of`, or their rewards differ.
+    """
+    statuses = [_status(s) for s in samples]
+    if "aborted" in statuses:
+        raise Interrupted
+    if "failed" in statuses:
+        return Rollout(segments=[], failure="the function returned a failed sample")
+    return Rollout(segments=[segment_of(s, served) for s in samples], reward=_one_reward(samples, args))
 
 
 def sample_filter(function: Function, args: Arguments) -> interfaces.SampleFilter:
@@ -188,7 +199,7 @@ def sample_filter(function: Function, args: Arguments) -> interfaces.SampleFilte
 
     def judge(sample: interfaces.Sample, rollout: Rollout) -> Verdict:
         last = rollout.segments[-1]
-        told = _asked(sample)
+        told = asked_sample(sample)
         prompt = list(sample.prompt_tokens if last.prompt_tokens is None else last.prompt_tokens)
         told.tokens, told.response_length = [*prompt, *last.tokens], len(last.tokens)
         told.response, told.rollout_log_probs = last.text or "", list(last.logprobs)
@@ -209,7 +220,7 @@ def group_filter(function: Function, args: Arguments) -> interfaces.GroupFilter:
     member of several segments is a list of samples in it."""
 
     def judge(group: CompletedGroup) -> Verdict:
-        members = [_stored(group.unit_id, m) for m in group.members if m.status != "failed"]
+        members = [stored_samples(group.unit_id, m) for m in group.members if m.status != "failed"]
         found = function(args, [m[0] if len(m) == 1 else m for m in members])
         if isinstance(found, bool):
             found = {"keep": found}
@@ -240,7 +251,43 @@ def reward(function: Function) -> Function:
     return score
 
 
-def _asked(sample: interfaces.Sample) -> Sample:
+def takes_samples(function: Function) -> bool:
+    """Tell by its second parameter whether a reward function of slime's takes the samples of a group."""
+    return list(inspect.signature(function).parameters)[1:2] == ["samples"]
+
+
+def group_reward(function: Function) -> Function:
+    """Return slime's reward function of groups (`group_rm`) as one that a reward process calls."""
+    args = Arguments(reward_key=None, group_rm=True)
+
+    def score(
+        response_texts: Sequence[str], *, prompt: str, label: str | None, metadata: Mapping[str, Any] | None
+    ) -> list[float]:
+        samples = [
+            Sample(
+                index=place,
+                prompt=prompt,
+                response=text,
+                label=label,
+                metadata=dict(metadata or {}),
+                status=Sample.Status.COMPLETED,
+            )
+            for place, text in enumerate(response_texts)
+        ]
+        found = function(args, samples)
+        rewards: Any = asyncio.run(found) if inspect.isawaitable(found) else found  # type: ignore[arg-type]
+        if rewards is not None:  # else it set them itself
+            if len(rewards) != len(samples):
+                raise ValueError(f"{len(rewards)} rewards for a group of {len(samples)}")
+            for sample, value in zip(samples, rewards, strict=True):
+                sample.reward = value
+        return [_number(sample, args) for sample in samples]
+
+    return score
+
+
+def asked_sample(sample: interfaces.Sample) -> Sample:
+    """Return what slime's functions are asked for."""
     is_text = sample.prompt_format == "text"
     return Sample(
         group_index=sample.unit_id,
@@ -254,7 +301,8 @@ def _asked(sample: interfaces.Sample) -> Sample:
     )
 
 
-def _stored(unit_id: int, member: GroupMember) -> list[Sample]:
+def stored_samples(unit_id: int, member: GroupMember) -> list[Sample]:
+    """Return the segments of a stored member as samples."""
     return [
         Sample(
             group_index=unit_id,

@@ -59,7 +59,8 @@ def load_verifier(name: str, *, settings: Mapping[str, Any] | None = None, limit
         function = import_function(name, parsed.target)
         takes_group = parsed.takes_group or bool(getattr(function, "takes_group", False))
         if slime.is_slimes(function):
-            function = slime.reward(function)
+            takes_group = takes_group or slime.takes_samples(function)
+            function = slime.group_reward(function) if takes_group else slime.reward(function)
         return Verifier(function, takes_group=takes_group)
     function = _built_in(parsed, settings or {}, limit_s)
     warnings: tuple[str, ...] = ()
