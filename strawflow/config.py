@@ -175,6 +175,9 @@ class RolloutSection(Section):
     engine_urls: tuple[str, ...] = ()
     """Engines that run already, anywhere this run's weights folder can be read: one rollout worker is started for each, and
     none is started here. Each serves this run alone."""
+    health_timeout_s: float = Field(default=120.0, gt=0)
+    """Seconds that an engine may fail its health checks, paused or hung, before its worker starts again (an engine of its own,
+    too). Loading weights does not count."""
     quarantine_after: int = Field(default=3, ge=0)
     """Groups in a row whose answers are garbage (log-probabilities or weights that cannot be) after which an engine is put in
     quarantine; 0: never for that."""

@@ -303,6 +303,14 @@ def note(
         )
 
 
+def tell_error(run: Run, slot_id: int, error: str) -> None:
+    """Store why the worker of an engine ended."""
+    with run.index.begin() as connection:
+        slots.note(
+            connection, slot_id, num_garbage=0, tokens_per_s=None, last_error=error[:1000], serves_well=False
+        )
+
+
 def state_of(run: Run, slot_id: int) -> EngineState:
     """Return the state of an engine: what an operator decided is in it."""
     with run.index.read() as connection:

@@ -143,3 +143,21 @@ def test_a_frozen_model_serves_first_and_never_gets_weights(
 def is_open(port: int) -> bool:
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+@pytest.mark.long
+def test_real_engines_behind_the_router_answer_with_every_version_they_are_given(
+    make_run: Callable[..., Run],
+) -> None:
+    run = make_run(engine="sglang", topology=policy({"count": 2, "engines_per_worker": 2}))
+    (slot,) = engines.wanted(run)
+    with trainer_of(run) as publish:
+        versions = [publish(0)]
+        with Worker(run, slot_id=slot.slot_id) as worker:
+            worker.wait(lambda: len(completed(run)) == NUM_UNITS, seconds=400)
+            assert len(members_of(run)) == 2
+            versions.append(publish(1))
+            worker.wait(lambda: len(completed(run)) == 2 * NUM_UNITS, seconds=120)
+    rows = rows_of(run)
+    assert {row["status"] for row in rows} <= {"finished", "truncated"}
+    assert sorted({row["weight_versions"][0] for row in rows}) == versions

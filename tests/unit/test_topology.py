@@ -96,7 +96,7 @@ GRADER = "- name: grader\n  path: /r\n  port: 31000\n  server_groups:\n  - {}\n"
 WRONG = {
     "": "there must be a list `models:`",
     "models: []": "models: Tuple should have at least 1 item",
-    "modles: []\n" + POLICY: "unknown field modles; did you mean models?",
+    "model: []\n" + POLICY: "unknown field model; did you mean models?",
     POLICY.replace("policy", "actor"): r"model 1 \(actor\): path: name the Hugging Face folder",
     "models:\n" + GRADER: "models: none is called 'policy'",
     POLICY + POLICY[8:]: r"model 2 \(policy\): name: model 1 is called so already",

@@ -38,7 +38,7 @@ from strawflow.errors import (
     StrawflowError,
     WorkerFailedError,
 )
-from strawflow.flow import eval_consumer, inputs, progress, rescue, tally
+from strawflow.flow import engines, eval_consumer, inputs, progress, rescue, tally
 from strawflow.flow.run import Run, open_run
 from strawflow.flow.session import WorkerSession
 from strawflow_workers.drain import Drain
@@ -272,6 +272,8 @@ class Supervisor:
                 f"the {child.kind} worker died {child.deaths_in_a_row} times while the run got nowhere; "
                 f"the end of {child.log_path}: {_last_words(child.log_path)}"
             )
+        if child.slot_id is not None:
+            engines.tell_error(self.run, child.slot_id, _last_words(child.log_path))
         tally.count_restart(self.run, kind=child.kind, exit_code=code)
         backoff_s = ENGINE_BACKOFF_S if others_serve else BACKOFF_S
         child.start_at = time.monotonic() + backoff_s[min(child.deaths_in_a_row, len(backoff_s)) - 1]

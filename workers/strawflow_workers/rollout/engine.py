@@ -24,6 +24,7 @@ from strawflow.index.slots import Slot
 from strawflow.index.weights import WeightVersion
 from strawflow.states import EngineState
 from strawflow.weights.verify import verify_weights
+from strawflow_workers.rollout.engine_health import EngineHealth
 from strawflow_workers.rollout.engine_plan import make_client, policy_process
 from strawflow_workers.rollout.engine_process import AttachedEngine, EngineProcess
 from strawflow_workers.rollout.engine_trust import EngineTrust
@@ -62,6 +63,7 @@ class ServedEngine:
         self._url, self._slot_id = url, slot_id
         self._slot: Slot | None = None
         self._trust = EngineTrust(session.run.config.rollout.quarantine_after)
+        self._health = EngineHealth(session.run.config.rollout.health_timeout_s, self._answers)
         self._quarantined: EngineQuarantinedError | None = None
         self._noted_at = time.monotonic()
         self._num_connections = num_connections
@@ -193,9 +195,17 @@ class ServedEngine:
             raise self._quarantined
 
     async def look_after(self) -> EngineState | None:
-        """Store now and then how the engine does; returns its state, in which an operator's decision shows. None: not started."""
+        """Store now and then how the engine does; returns its state, in which an operator's decision shows. None: not started.
+
+        Raises:
+            EngineError: it has not answered a health check for too long.
+        """
         if self._slot is None:
             return None
+        if self.serving is None:  # starting, or loading weights
+            self._health.excuse()
+        else:
+            self._health.look()
         slot_id = self._slot.slot_id
         if time.monotonic() - self._noted_at >= NOTE_S:
             self._noted_at, seen = time.monotonic(), self._trust.seen()
@@ -209,6 +219,9 @@ class ServedEngine:
                 serves_well=seen.serves_well,
             )
         return await asyncio.to_thread(engines.state_of, self._session.run, slot_id)
+
+    async def _answers(self, within_s: float) -> bool:
+        return await self.client.health(timeout_s=within_s)
 
     async def _quarantine(self, reason: str) -> NoReturn:
         """Put this engine in quarantine, once, and raise that it is."""
@@ -277,6 +290,7 @@ class ServedEngine:
         return answer.tells_spans
 
     async def stop(self) -> None:
+        self._health.close()
         if self._client is not None:
             if self._url is not None:  # it lives on: nobody waits for these answers any more
                 with contextlib.suppress(EngineError):

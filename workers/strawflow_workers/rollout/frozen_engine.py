@@ -6,6 +6,7 @@ Whoever asks it does so by its address, which the topology fixes. It claims no u
 from __future__ import annotations
 
 import logging
+import time
 import urllib.error
 import urllib.request
 
@@ -15,14 +16,13 @@ from strawflow.flow.session import WorkerSession
 from strawflow.ids import new_id
 from strawflow.states import EngineState
 from strawflow_workers.drain import Drain
+from strawflow_workers.rollout.engine_health import EVERY_S
 from strawflow_workers.rollout.engine_plan import frozen_process
 from strawflow_workers.rollout.engine_process import EngineProcess
 
 log = logging.getLogger(__name__)
 
 LOOK_S = 1.0
-HEALTH_TIMEOUT_S = 10.0
-MAX_FAILED_CHECKS = 6
 
 
 def serve_frozen(session: WorkerSession, drain: Drain, *, slot_id: int) -> None:
@@ -52,24 +52,26 @@ def serve_frozen(session: WorkerSession, drain: Drain, *, slot_id: int) -> None:
 
 
 def _stay(session: WorkerSession, drain: Drain, slot_id: int, process: EngineProcess) -> None:
-    failed_in_a_row = 0
+    limit_s = session.run.config.rollout.health_timeout_s
+    answered_at = time.monotonic()
     while not drain.wait(LOOK_S):
         session.require_live()
         session.mark_progress()
         if not process.alive():
             raise EngineError("the engine's process ended; this worker starts again with a new one")
-        failed_in_a_row = 0 if _answers(process.url) else failed_in_a_row + 1
-        if failed_in_a_row >= MAX_FAILED_CHECKS:
+        if _answers(process.url, within_s=min(EVERY_S, limit_s)):
+            answered_at = time.monotonic()
+        elif time.monotonic() - answered_at >= limit_s:
             raise EngineError(
-                f"the engine at {process.url} failed {failed_in_a_row} health checks in a row; it is started again"
+                f"the engine at {process.url} answered no health check for {limit_s:g} s; it is started again"
             )
         if engines.state_of(session.run, slot_id) in (EngineState.DRAINING, EngineState.GONE):
             return
 
 
-def _answers(url: str) -> bool:
+def _answers(url: str, *, within_s: float) -> bool:
     try:
-        with urllib.request.urlopen(f"{url}/health", timeout=HEALTH_TIMEOUT_S) as answer:
+        with urllib.request.urlopen(f"{url}/health", timeout=within_s) as answer:
             return bool(answer.status == 200)
     except (urllib.error.URLError, OSError):
         return False
