@@ -14,11 +14,13 @@ import strawflow
 from strawflow import faults
 from strawflow.errors import ConfigError, ConflictError, InvalidInputError
 from strawflow.flow import admit, journal, rebuild
+from strawflow.flow.backup import backup
 from strawflow.flow.branch import create_branch
 from strawflow.flow.check import check
 from strawflow.flow.claim import PromptShelf
 from strawflow.flow.mixer import Mixture
 from strawflow.flow.mixture import Hooks, Order, SetStanding, Steering
+from strawflow.flow.restore import restore
 from strawflow.flow.run import Run, create_run, open_run
 from strawflow.flow.session import WorkerSession
 from strawflow.index import datasets, mixtures, units
@@ -243,6 +245,24 @@ def test_a_branch_goes_back_to_the_state_of_its_checkpoint_and_a_rebuild_brings_
     with SmallRun(open_run(root)) as second:
         assert (prompts_of(second.run), state_of(second.run)) == (found, {"next": 6})
         assert check(second.run).findings == []
+
+
+@on_sqlite
+def test_an_index_restored_from_before_goes_on_where_the_journal_ends(make: Callable[..., SmallRun]) -> None:
+    small = make()
+    due(small)
+    saved = backup(small.run).folder
+    small.sample()
+    small.publish(1, admit_due=False)
+    due(small)
+    before, stood, root = prompts_of(small.run), mixture_of(small.run), small.run.root
+    assert stood.version == 2
+    small.close()
+    restore(root, saved, may_replace=True)
+    with SmallRun(open_run(root)) as again:
+        assert (prompts_of(again.run), state_of(again.run)) == (before, {"next": 6})
+        assert mixture_of(again.run) == stood
+        assert check(again.run).findings == []
 
 
 def other_numbers(order: Order, state: Any) -> tuple[Rows, Any]:

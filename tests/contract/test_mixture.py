@@ -125,8 +125,12 @@ def test_a_branch_draws_on_as_its_checkpoint_did_and_a_rebuild_brings_it_back(st
         assert check(second.run).findings == []
 
 
-def test_staleness_bounds_all_sets_together(tmp_path: Path, settings: dict[str, str]) -> None:
-    own = {"data.prompts": told({"prompts": 3.0, "words": 1.0}), "rollout.over_provision": "3"}
+def test_staleness_and_backlog_bound_all_sets_together(tmp_path: Path, settings: dict[str, str]) -> None:
+    own = {
+        "data.prompts": told({"prompts": 3.0, "words": 1.0}),
+        "rollout.over_provision": "3",
+        "rollout.max_backlog": "7",
+    }
     with SmallRun(create_run(tmp_path / "run", small_config({**settings, **own}))) as small:
         for name, first in (("prompts", 0), ("words", 100)):
             path = tmp_path / f"{name}.jsonl"
@@ -138,6 +142,8 @@ def test_staleness_bounds_all_sets_together(tmp_path: Path, settings: dict[str, 
         assert Counter(name for name, _, _ in drawn(small.run)) == {"prompts": 8, "words": 3}
         small.advance(1)
         assert Counter(name for name, _, _ in drawn(small.run)) == {"prompts": 9, "words": 3}
+        # Three of the seven that were sampled wait for the trainer.
+        assert [g.unit_id for g in small.claim(100)] == [8, 9, 10, 11]
 
 
 @on_sqlite

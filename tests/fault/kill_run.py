@@ -22,16 +22,18 @@ from strawflow.prompts.source import PromptSource
 from strawflow.testing.invariants import check_batches_unchanged, check_exactly_once
 from strawflow_workers.quickstart.model import TINY, make_model
 from strawflow_workers.trainer.replay import replay
+from tests.fault.mixed_prompts import NUM_WORDS, check_draws, prompt_sets
 
 WORDS = [a + b + c for a in "bcdfg" for b in "aeiou" for c in "lmnrst"]
 
 
 def make_run(root: Path, *, engine: str, steps: int, seed: int, **rollout: object) -> Run:
-    """Create a run with a tiny model, demonstrations and prompts; rewards come from an exact match."""
+    """Create a run with a tiny model, demonstrations and prompts of several sets; rewards come from an exact match."""
     config = RunConfig.model_validate(
         {
             "run": {"seed": seed},
             "model": {"path": "model"},
+            "data": {"prompts": prompt_sets()},
             "warm_start": {"steps": 2, "prompts_per_step": 4},
             "rollout": {
                 "engine": engine,
@@ -55,6 +57,7 @@ def make_run(root: Path, *, engine: str, steps: int, seed: int, **rollout: objec
         for dataset_id, purpose, part in (
             ("demonstrations", "demo", "[:40]"),
             ("prompts", "train", "[40:]"),
+            ("words", "train", f"[:{NUM_WORDS}]"),
         ):
             source = PromptSource.parse(f"{path}@{part}")
             enqueue(session, EnqueueRequest(dataset_id, purpose, source, PromptKeys("prompt", "label")))
@@ -202,6 +205,7 @@ def check_finished(root: Path, digests: dict[int, str]) -> None:
     check_batches_unchanged(digests, run)
     fates = check_exactly_once(run, finished=True)
     assert "trained" in fates.values()
+    check_draws(run)
     config = run.config
     planned = config.warm_start.steps * config.warm_start.prompts_per_step
     planned += config.trainer.steps * config.rollout.prompts_per_step

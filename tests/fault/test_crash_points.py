@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections import Counter
 from contextlib import closing
 from pathlib import Path
 
@@ -15,12 +14,11 @@ import pytest
 from strawflow.faults import POINTS
 from strawflow.flow import history
 from strawflow.flow.check import check
-from strawflow.flow.mixer import draw
 from strawflow.flow.run import is_run, open_run
-from strawflow.flow.status import unit_detail
-from strawflow.index import datasets, units
+from strawflow.index import units
 from strawflow.testing.invariants import check_batches_unchanged, check_exactly_once
-from tests.fault.through_a_run import NUM_STEPS, SETS
+from tests.fault.mixed_prompts import check_draws
+from tests.fault.through_a_run import NUM_STEPS
 
 WAYS = {
     "enqueue.before_commit": 1,
@@ -131,18 +129,7 @@ def test_kills_around_admissions_from_several_prompt_sets_lose_and_double_nothin
         assert [b.step for b in history.batches(run)] == list(range(1, NUM_STEPS + 1))
         check_exactly_once(run, finished=True)
         assert check(run).findings == []
-        with run.index.read() as connection:
-            found = units.listed(connection, run.branch, limit=100)
-            dataset_of = datasets.of_segments(connection, (u.segment_id for u in found))
-            state = datasets.source_state(connection, run.branch, "made")
-        drawn = [dataset_of[u.segment_id] for u in found]
-        assert drawn == draw(SETS, {}, 12)[0]
-        places = {(u.segment_id, u.epoch, u.position) for u in found}
-        assert len(places) == len(found)
-        assert Counter(u.epoch for u in found if dataset_of[u.segment_id] == "words") == {0: 3}
-        prompts = [unit_detail(run, u.unit_id).prompt for u in found if dataset_of[u.segment_id] == "made"]
-        assert [p["prompt"] for p in prompts if p] == ["made 0", "made 1", "made 2"]
-        assert state == "3"
+        check_draws(run)
 
 
 def test_every_crash_point_is_killed_somewhere() -> None:

@@ -9,32 +9,15 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from strawflow.flow import admit, consume, publish_weights, rescue
-from strawflow.flow.mixture import Hooks, Order
 from strawflow.flow.run import create_run, is_run, open_run
 from strawflow.testing.runs import SmallRun, prompt_lines, small_config
+from strawflow_workers.rollout.hooks.mixed import mixing_hooks
+from tests.fault.mixed_prompts import NUM_WORDS, prompt_sets
 
 NUM_STEPS = 3
-
-
-SETS = {"prompts": 2.0, "words": 1.0, "made": 1.0}
-"""Prompt sets of a mixed run and their weights."""
-
-
-def counts_up(order: Order, state: Any) -> tuple[Sequence[Mapping[str, Any]], Any]:
-    """The prompts of `made`: its state is the next number."""
-    first = state or 0
-    return [{"prompt": f"made {n}"} for n in range(first, first + order.count)], first + order.count
-
-
-def prompt_sets() -> str:
-    """Return what `data.prompts` of a mixed run is."""
-    own = {"made": {"source": "tests.fault.through_a_run:counts_up"}}
-    return json.dumps([{"name": name, "weight": w, **own.get(name, {})} for name, w in SETS.items()])
 
 
 def main(folder: Path, index_url: str = "", mixed: str = "") -> None:
@@ -42,11 +25,12 @@ def main(folder: Path, index_url: str = "", mixed: str = "") -> None:
     if not is_run(root):
         settings = {"run.index_url": index_url, "lease.ttl_s": "3600", "lease.heartbeat_s": "3000"}
         if mixed:
-            settings["data.prompts"] = prompt_sets()
-            words.write_text(prompt_lines(3, first=100), encoding="utf-8")
+            settings["data.prompts"] = json.dumps(prompt_sets())
+            words.write_text(prompt_lines(NUM_WORDS, first=100), encoding="utf-8")
         create_run(root, small_config(settings)).close()
         prompts.write_text(prompt_lines(16), encoding="utf-8")
-    with SmallRun(open_run(root), hooks=Hooks(sources={"made": counts_up})) as small:
+    run = open_run(root)
+    with SmallRun(run, hooks=mixing_hooks(run.config)) as small:
         rescue.declare_dead_processes_lost(small.run)
         rescue.recover_packs(small.session("rescue"))
         small.enqueue(prompts)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, TypeVar
@@ -21,6 +23,11 @@ from strawflow_workers.rollout.hooks.interfaces import (
 from strawflow_workers.rollout.hooks.load import load_curriculum, load_data_sources
 
 T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+TELL_S = 60.0
+"""How often it is told that a data source makes too little: it is asked again and again."""
 
 
 def mixing_hooks(config: RunConfig, *, model_path: str = "") -> Hooks:
@@ -53,11 +60,17 @@ def prompts_of(
 ) -> Callable[[Order, Any], tuple[Sequence[Mapping[str, Any]], Any]]:
     """Return a data source as an admission asks it; whatever it raises is a ConfigError."""
 
+    told_at = -TELL_S
+
     def make(order: Order, state: Any) -> tuple[Sequence[Mapping[str, Any]], Any]:
+        nonlocal told_at
         request = PromptRequest(**asdict(order))
         made = _asked(
             f"the data source of prompt set {name!r}", lambda: checked_prompts(source(request, state))
         )
+        if len(made.rows) < order.count and time.monotonic() - told_at >= TELL_S:
+            told_at = time.monotonic()
+            log.warning("prompt set %s: %d of %d prompts were made", name, len(made.rows), order.count)
         return made.rows, made.state
 
     return make
