@@ -77,7 +77,8 @@ def to_carry(
     """Return the units up to `last_unit_id` that had no fate when `step` was planned, for another branch to take up.
 
     Those completed from weights of at most `reuse_up_to` keep their result, and those that this branch itself took up for
-    some of its consumers alone, be it later: others have read it. Units of evaluation are left out (index.forks tells them).
+    some of its consumers alone, be it later: others have read it. What is in quarantine is not kept: it is sampled again, or
+    left out where others have read it. Units of evaluation are left out (index.forks tells them).
     """
     u, a = t.units.c, t.assignments.c
     settled = sa.exists().where(
@@ -90,8 +91,9 @@ def to_carry(
     is_read = sa.exists().where(
         a.branch_id == branch_id, a.epoch == u.epoch, a.unit_id == u.unit_id, a.reason == BEFORE_BRANCH
     )
+    is_damaged = sa.exists().where(t.quarantine.c.extent_id == u.extent_id)
     rows = connection.execute(
-        sa.select(*CARRIED_COLUMNS, is_read.label("is_read"))
+        sa.select(*CARRIED_COLUMNS, is_read.label("is_read"), is_damaged.label("is_damaged"))
         .join(t.segments, t.segments.c.segment_id == u.segment_id)
         .where(
             u.branch_id == branch_id,
@@ -105,7 +107,10 @@ def to_carry(
     for row in rows:
         is_reused = reuse_up_to is not None and (row.version_step or 0) <= reuse_up_to
         keeps = row.state == UnitState.COMPLETED and (is_reused or bool(row.is_read))
-        found.append(to_carried(row, keeps=keeps))
+        if not row.is_damaged:
+            found.append(to_carried(row, keeps=keeps))
+        elif not row.is_read:
+            found.append(to_carried(row, keeps=False))
     return found
 
 

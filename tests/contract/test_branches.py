@@ -14,6 +14,7 @@ from strawflow.errors import AlreadyExistsError, ConflictError, InvalidInputErro
 from strawflow.flow import admit, consume, history
 from strawflow.flow.branch import branches_of, create_branch, on_branch
 from strawflow.flow.check import check
+from strawflow.flow.quarantine import quarantine_damage
 from strawflow.flow.run import open_run
 from strawflow.index import tables as t
 from strawflow.index import units
@@ -21,7 +22,7 @@ from strawflow.index.engine import now
 from strawflow.states import UnitState
 from strawflow.testing.invariants import batch_digests, check_exactly_once
 from strawflow.testing.runs import SmallRun, small_run
-from tests.contract.stored import end_sessions
+from tests.contract.stored import damage, end_sessions
 
 
 @pytest.fixture
@@ -104,6 +105,29 @@ def test_a_branch_that_reuses_trajectories_offers_them_and_trains_each_once(smal
         second.advance(1)
         check_exactly_once(second.run, finished=False)
         assert check(second.run).findings == []
+
+
+def test_trajectories_in_quarantine_are_not_reused_their_groups_are_sampled_again(small: SmallRun) -> None:
+    while small.sample(1):  # each has an extent of its own
+        pass
+    small.plan()
+    small.train(1)
+    with small.run.index.read() as connection:
+        untrained = units.listed(connection, "main", state=UnitState.COMPLETED)[4]
+    assert untrained.extent_id is not None
+    damage(small, untrained.extent_id)
+    end_sessions(small)
+    quarantine_damage(small.run, do=True)
+    made = create_branch(small.run, checkpoint="1", name="second", reuse_trajectories=True)
+    assert (made.num_pristine, made.num_reused) == (1, 3)
+    with SmallRun(open_run(small.run.root)) as second:
+        assert second.sample(1) == 1
+        second.trainer()
+        assert second.plan() is not None
+        second.train(2)
+        check_exactly_once(second.run, finished=False)
+        (finding,) = check(second.run).findings  # the group is open on the branch that was left
+        assert finding.subject == str(untrained.extent_id)
 
 
 def test_what_a_branch_takes_up_is_granted_in_the_order_and_not_before_the_time_it_was_admitted_for(
