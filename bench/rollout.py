@@ -9,22 +9,26 @@ sample, and a group counts once its completion is durable. Rows and rounds are e
 from __future__ import annotations
 
 import asyncio
+import itertools
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 from quick_engine import LABEL, QuickEngine
-from rows import Bench, Row, alone, at_least, compare, main, take_turns
+from rows import Bench, Row, alone, at_least, at_most, compare, main, take_turns
+from tail_engine import TailEngine
 
 import strawflow
-from strawflow.flow import consume, publish_weights
+from strawflow.flow import assemble, consume, publish_weights
 from strawflow.flow.session import WorkerSession
 from strawflow.index import units
+from strawflow.index.consumers import Role
+from strawflow.testing.runs import made_up_plan
 from strawflow.weights.verify import weights_digest
 from strawflow_workers.drain import Drain
 from strawflow_workers.quickstart.model import TINY, make_model
@@ -39,7 +43,16 @@ SAMPLES = 8
 class Rollout:
     """A run with a rollout worker in a thread of this process, which goes on until this is left."""
 
-    def __init__(self, folder: Path, *, url: str, tokens: int, label: str | None, engine: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        url: str,
+        tokens: int,
+        label: str | None,
+        engine: str,
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
         model = make_model(folder / "model", seed=0, shape=TINY)
         self.store = strawflow.create(
             folder / "run",
@@ -52,6 +65,7 @@ class Rollout:
                 "rollout.max_response_tokens": tokens,
                 "rollout.units_in_flight": GROUPS_AT_ONCE,
                 "trainer.steps": 1,
+                **(settings or {}),
             },
         )
         self._url, self._label = url, label
@@ -71,14 +85,23 @@ class Rollout:
         self.store.close()
 
     def _publish(self) -> None:
-        run = self.store.run
-        with WorkerSession(run, "train") as session:
+        with WorkerSession(self.store.run, "train") as session:
             taken = consume.take_over(session)
             assert taken is not None
-            digest = weights_digest(run.model_path / "model.safetensors")
-            version_id = self._label or publish_weights.version_name(run, taken.role, step=0, digest=digest)
-            shutil.copytree(run.model_path, run.root / publish_weights.weights_path(version_id))
-            publish_weights.publish_weights(session, taken.role, step=0, version_id=version_id, digest=digest)
+            self.publish(session, taken.role, 0)
+
+    def publish(self, session: WorkerSession, role: Role, step: int) -> None:
+        """Publish the run's model as the weights of a step."""
+        run = self.store.run
+        digest = weights_digest(run.model_path / "model.safetensors")
+        version_id = self._label or publish_weights.version_name(run, role, step=step, digest=digest)
+        shutil.copytree(run.model_path, run.root / publish_weights.weights_path(version_id))
+        publish_weights.publish_weights(session, role, step=step, version_id=version_id, digest=digest)
+
+    def require_working(self) -> None:
+        """Raise what ended the worker, if anything did."""
+        if self._error is not None:
+            raise self._error
 
     def _work(self) -> None:
         try:
@@ -92,8 +115,7 @@ class Rollout:
         started = time.perf_counter()
         self.store.admit(count)
         while self._num_open():
-            if self._error is not None:
-                raise self._error
+            self.require_working()
             time.sleep(0.01)  # asked more often, the question itself would slow the worker down
         return time.perf_counter() - started
 
@@ -165,12 +187,119 @@ def quick(bench: Bench) -> Iterator[Row]:
 
 
 @contextmanager
-def sglang(folder: Path) -> Iterator[str]:
+def sglang(folder: Path, *arguments: str) -> Iterator[str]:
     """A real SGLang server on this machine with a small random model; yields its address."""
     model = make_model(folder / "served", seed=0, shape=TINY)
-    options = SglangOptions(model_path=model, log_path=folder / "sglang.log", weight_version="before")
+    options = SglangOptions(
+        model_path=model, log_path=folder / "sglang.log", weight_version="before", extra_args=arguments
+    )
     with SglangServer(options) as server:
         yield server.url
+
+
+STREAMING = ("--incremental-streaming-output", "--stream-interval", "32")
+"""How a run that saves progress starts its engines."""
+
+
+def saving(bench: Bench) -> Iterator[Row]:
+    """Real SGLang with longer responses: what it costs to save progress every second."""
+    tokens, count = 256, bench.pick(16, 32)
+    folder = bench.path("saving")
+    numbers = itertools.count()
+    with sglang(folder, *STREAMING) as url:
+
+        def side(save_every_s: float) -> float:
+            settings = {"rollout.save_every_s": save_every_s, "rollout.stream_interval": 32}
+            own = folder / f"run{next(numbers)}"
+            own.mkdir()
+            with Rollout(
+                own, url=url, tokens=tokens, label=None, engine="sglang", settings=settings
+            ) as rollout:
+                before = rollout.num_tokens()
+                seconds = rollout.groups(count)
+                return (rollout.num_tokens() - before) / seconds
+
+        rates = take_turns({"saving": lambda: side(1.0), "not": lambda: side(0.0)}, bench.rounds)
+    yield compare(
+        f"SGLang: tokens of groups of 8 x up to {tokens}, progress saved every second",
+        rates["saving"],
+        "tokens/s",
+        against="saving none, not streamed",
+        theirs=rates["not"],
+        target=at_least(0.98),
+    )
+
+
+BATCHES, GROUPS, MEMBERS = 10, 8, 4
+LENGTHS = {"median": 80, "sigma": 1.0, "max_tokens": 1000, "token_s": 0.004}
+
+
+class TailRun:
+    """A run against an engine with a long tail: its batches are planned as soon as they can be, its trainer takes no time."""
+
+    def __init__(self, folder: Path, url: str, settings: Mapping[str, Any]) -> None:
+        settings = {
+            "rollout.prompts_per_step": GROUPS,
+            "rollout.samples_per_prompt": MEMBERS,
+            "rollout.save_every_s": 0,
+            "trainer.steps": BATCHES,
+            **settings,
+        }
+        self._rollout = Rollout(
+            folder, url=url, tokens=LENGTHS["max_tokens"], label=None, engine="fake", settings=settings
+        )
+
+    def collect(self) -> tuple[float, int]:
+        """Collect BATCHES batches; returns (seconds, tokens of all that is stored, parked groups included)."""
+        run = self._rollout.store.run
+        with self._rollout, WorkerSession(run, "train") as train, WorkerSession(run, "assemble") as session:
+            taken, role = consume.take_over(train), assemble.take_role(session)
+            assert taken is not None
+            assert role is not None
+            started = time.perf_counter()
+            for step in range(1, BATCHES + 1):
+                while len(groups := assemble.offered(session, purpose="train", limit=GROUPS)) < GROUPS:
+                    self._rollout.require_working()
+                    session.mark_progress()
+                    time.sleep(0.005)
+                rows = assemble.read_trajectories(session, groups)
+                assemble.plan_batch(session, role, made_up_plan(step, groups, rows))
+                self._rollout.publish(train, taken.role, step)
+            seconds = time.perf_counter() - started
+        with run.index.read() as connection:
+            return seconds, units.total_tokens(connection, run.branch)
+
+
+def tail(bench: Bench) -> Iterator[Row]:
+    """Log-normal lengths: the time to collect ten batches by over-provisioning, the tail parked, against plain synchronous."""
+    plain = {"rollout.schedule": "sync", "rollout.max_staleness": 0, "rollout.on_new_weights": "finish"}
+    ahead = {
+        "rollout.schedule": "sync",
+        "rollout.over_provision": GROUPS,
+        "rollout.max_staleness": 4,
+        "rollout.on_new_weights": "park",
+    }
+    numbers, lost = itertools.count(), []
+
+    def side(settings: Mapping[str, Any]) -> float:
+        own = bench.path(f"tail{next(numbers)}")
+        with TailEngine(**LENGTHS) as engine:
+            run = TailRun(own, engine.url, settings)
+            seconds, stored = run.collect()
+            if settings is ahead:
+                lost.append(float(engine.num_made() - stored))
+        return seconds
+
+    times = take_turns({"plain": lambda: side(plain), "ahead": lambda: side(ahead)}, bench.rounds)
+    yield compare(
+        f"{BATCHES} batches of {GROUPS} x {MEMBERS}, log-normal lengths: speed of over-provisioning by a batch, tail parked",
+        [1 / s for s in times["ahead"]],
+        "collections/s",
+        against="plain synchronous",
+        theirs=[1 / s for s in times["plain"]],
+        target=at_least(1.3),
+    )
+    yield alone("tokens that were sampled and not kept, over-provisioning", lost, "tokens", target=at_most(0))
 
 
 def real(bench: Bench) -> Iterator[Row]:
@@ -202,4 +331,4 @@ def real(bench: Bench) -> Iterator[Row]:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(__doc__ or "", {"quick": quick, "real": real}))
+    raise SystemExit(main(__doc__ or "", {"quick": quick, "real": real, "saving": saving, "tail": tail}))

@@ -22,8 +22,8 @@ from transformers import AutoTokenizer, CLIPImageProcessor, LlavaProcessor
 
 from strawflow.errors import ConfigError, CorruptPackError, InvalidInputError
 from strawflow.flow import admit, claim, complete, consume
+from strawflow.flow.chain import saved_members
 from strawflow.flow.claim import Prompt
-from strawflow.flow.continuation import saved_members
 from strawflow.flow.payload import arrays_of
 from strawflow.flow.run import Run
 from strawflow.flow.session import WorkerSession
