@@ -121,6 +121,7 @@ def test_a_call_that_is_made_again_has_the_key_of_the_first(make_run: Callable[.
     assert len({str(key) for key in own_hooks.TOOL_CALLS}) == 3
 
 
+@pytest.mark.long
 def test_a_tool_recognises_the_call_that_a_killed_worker_made(
     make_run: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
