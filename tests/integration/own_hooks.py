@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import time
 import urllib.request
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -312,3 +315,27 @@ async def turns_of_a_claim(groups: Sequence[Sequence[Sample]], engines: Engines)
     flat = [sample for group in groups for sample in group]
     made = iter(await asyncio.gather(*(three_turns(sample, engines.of(sample)) for sample in flat)))
     return [[next(made) for _ in group] for group in groups]
+
+
+JOURNAL = "STRAWFLOW_TEST_JOURNAL"
+"""Names the file that the tool below keeps; while another beside it, `.stuck`, is there, it does not come back."""
+
+
+def keeps_a_journal(text: str, *, key: TurnKey) -> str:
+    """A tool whose effect must not be had twice: a key that it knows is answered without it."""
+    journal = Path(os.environ[JOURNAL])
+    lines = journal.read_text().splitlines() if journal.exists() else []
+    with journal.open("a") as file:
+        file.write(f"{key} {'again' if any(str(key) in line for line in lines) else 'new'}\n")
+    while journal.with_suffix(".stuck").exists():
+        time.sleep(0.01)
+    return text
+
+
+async def two_turns_with_a_journal(sample: Sample, engine: Engine) -> Sequence[Segment]:
+    session = engine.session()
+    while session.turn < 2:
+        found = await session.sample({"max_new_tokens": 4})
+        session.add_environment(engine.encode(await session.call(keeps_a_journal, f"{len(found.tokens)}!")))
+        session.save()
+    return session.segments

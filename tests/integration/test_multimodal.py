@@ -217,6 +217,7 @@ for body in json.load(sys.stdin):
 """
 
 
+@pytest.mark.long
 def test_sglang_itself_reads_every_image_of_a_request_for_every_sample() -> None:
     files = list(IMAGES.values())[:2]
     bodies = [

@@ -3,6 +3,10 @@ unbroken rollout is asked of real SGLang (test_sglang_server)."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from strawflow.flow import rescue
 from strawflow.flow.claim import Grant
 from strawflow.flow.run import Run, identity_of
 from strawflow.index import units
@@ -118,3 +123,34 @@ def test_a_call_that_is_made_again_has_the_key_of_the_first(make_run: Callable[.
     first, again, *_ = own_hooks.TOOL_CALLS
     assert first == again
     assert len({str(key) for key in own_hooks.TOOL_CALLS}) == 3
+
+
+@pytest.mark.long
+def test_a_tool_recognises_the_call_that_a_killed_worker_made(
+    make_run: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(generate=HERE + "two_turns_with_a_journal", **ONE)
+    journal = tmp_path / "journal"
+    journal.with_suffix(".stuck").touch()
+    monkeypatch.setenv(own_hooks.JOURNAL, str(journal))
+    command = [sys.executable, "-m", "strawflow_workers.entry", "rollout", str(run.root)]
+    with trainer_of(run) as publish:
+        publish(0)
+        with subprocess.Popen([*command, "--die-with-parent", str(os.getpid())]) as worker:
+            deadline = time.monotonic() + 60
+            while not journal.exists():
+                assert worker.poll() is None
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+            worker.kill()
+        (unit,) = units_of(run)
+        assert unit.session_id is not None
+        rescue.declare_lost(run, unit.session_id, reason="killed")
+        journal.with_suffix(".stuck").unlink()
+        with Worker(run) as again:
+            again.wait(lambda: len(completed(run)) == 1)
+    calls = [line.split() for line in journal.read_text().splitlines()]
+    assert [told for _, told in calls] == ["new", "again", "new"]
+    assert len({key for key, _ in calls}) == 2
+    (row,) = rows_of(run)
+    assert row["response_text"].endswith("!")

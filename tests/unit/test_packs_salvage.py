@@ -10,10 +10,12 @@ import pytest
 
 from strawflow.errors import InvalidInputError, StorageError
 from strawflow.ids import Extent
+from strawflow.packs.places import open_place
 from strawflow.packs.reader import PackReader
 from strawflow.packs.salvage import salvage
+from strawflow.packs.scan import open_scan
 from strawflow.packs.writer import PackWriter
-from strawflow.records import SCHEMAS
+from strawflow.records import EARLIER, SCHEMAS, as_written
 from strawflow.testing.pack_rows import made_up_rows
 
 PACK_IDS = {name: number for number, name in enumerate(("dead", "new", "a", "b", "c", "one", "two"), 1)}
@@ -53,6 +55,41 @@ def test_named_extents_move_and_keep_ids_rows_and_order(tmp_path: Path, kind: st
     with pa.ipc.open_file(tmp_path / f"packs/{kind}/new.arrow") as file:
         assert file.read_all() == pa.Table.from_batches([made_up_rows(kind, 6, seed=seed) for seed in (0, 3)])
     assert (tmp_path / extents[0].path).read_bytes() == source
+
+
+EARLIER_VERSIONS = [
+    pytest.param(kind, schema, id=f"{kind}-{schema.metadata[b'strawflow.version'].decode()}")
+    for kind, schemas in EARLIER.items()
+    for schema in schemas
+]
+
+
+@pytest.mark.parametrize("kind, schema", EARLIER_VERSIONS)
+def test_rows_of_an_earlier_version_are_read_as_present_ones_and_their_copies_keep_their_bytes(
+    tmp_path: Path, kind: str, schema: pa.Schema
+) -> None:
+    rows = made_up_rows(kind, 6)
+    writer = PackWriter(
+        tmp_path, pack_id=1, path=f"packs/{kind}/old.arrow", kind=kind, durability="host", schema=schema
+    )
+    extent = replace(writer.append(as_written(rows, schema)), extent_id=7)
+    writer.seal()
+    reader = PackReader(tmp_path)
+    read = reader.read(extent)
+    assert read.schema.equals(SCHEMAS[kind], check_metadata=True)
+    for name in SCHEMAS[kind].names:
+        known = name in schema.names
+        assert read.column(name) == (
+            rows.column(name) if known else pa.nulls(6, read.schema.field(name).type)
+        )
+    (scanned,) = open_scan(open_place(tmp_path), extent.path).messages()
+    assert scanned[1] == read
+    target = PackWriter(
+        tmp_path, pack_id=2, path=f"packs/{kind}/new.arrow", kind=kind, durability="host", schema=schema
+    )
+    moved = salvage(tmp_path, [extent], target=target).moved[7]
+    assert (moved.digests, moved.length, moved.num_rows) == (extent.digests, extent.length, 6)
+    assert reader.read(moved) == read
 
 
 def test_a_damaged_extent_is_reported_and_the_others_are_saved(tmp_path: Path) -> None:
