@@ -78,11 +78,19 @@ def asked_of(url: str | None) -> list[dict[str, Any]]:
         return list(json.loads(answer.read()))
 
 
-@pytest.mark.parametrize(("fault", "reason"), GARBAGE.items())
+# Each kind in both ways in the long tests; in the gate some whole, some streamed.
+@pytest.mark.parametrize(
+    ("fault", "is_streamed"),
+    [
+        pytest.param(fault, way, marks=() if (number % 2 == 1) is way else pytest.mark.long)
+        for number, fault in enumerate(GARBAGE)
+        for way in (False, True)
+    ],
+)
 def test_an_engine_that_answers_garbage_is_quarantined_and_its_units_go_back(
-    make_run: Callable[..., Run], fault: str, reason: str
+    make_run: Callable[..., Run], fault: str, is_streamed: bool
 ) -> None:
-    run = make_run()
+    run = make_run(stream_interval=1 if is_streamed else 32)
     with FakeEngine() as attached, trainer_of(run) as publish:
         attached.set_faults(**{fault: 1})
         publish(0)
@@ -92,7 +100,7 @@ def test_an_engine_that_answers_garbage_is_quarantined_and_its_units_go_back(
         bury(run)
         standing = only(run)
         assert (standing.state, standing.is_attached) == (EngineState.QUARANTINED, True)
-        assert reason in (standing.reason or "")
+        assert GARBAGE[fault] in (standing.reason or "")
         assert f"{run.config.rollout.quarantine_after} groups in a row" in (standing.reason or "")
         assert {(u.state, u.attempts, u.crashes) for u in all_units(run)} == {(UnitState.READY, 0, 0)}
         with run.index.read() as connection:

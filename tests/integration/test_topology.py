@@ -70,9 +70,12 @@ def test_engines_behind_a_router_keep_each_group_with_one_and_get_weights_togeth
     assert {row["status"] for row in rows_of(run)} <= {"finished", "truncated"}
 
 
-def test_prefill_and_decode_servers_answer_together_through_the_router(make_run: Callable[..., Run]) -> None:
+@pytest.mark.parametrize("settings", [{}, pytest.param({"stream_interval": 1}, marks=pytest.mark.long)])
+def test_prefill_and_decode_servers_answer_together_through_the_router(
+    make_run: Callable[..., Run], settings: dict[str, Any]
+) -> None:
     groups = ({"worker_type": "prefill"}, {"worker_type": "decode"})
-    run = make_run(topology=policy(*groups, router={"request-timeout-secs": 60}))
+    run = make_run(topology=policy(*groups, router={"request-timeout-secs": 60}), **settings)
     engine_plan.require_startable(run.config)
     (slot,) = engines.wanted(run)
     with trainer_of(run) as publish:

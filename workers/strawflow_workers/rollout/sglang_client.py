@@ -176,7 +176,9 @@ class SglangClient:
     ) -> list[Generation]:
         samples = [StreamedSample(engine=self.url) for _ in range(num_samples)]
         try:
-            async with self._open().post(f"{self.url}/generate", json=body) as answer:
+            async with self._open().post(
+                f"{self.url}/generate", json=body, headers=routing_headers(body)
+            ) as answer:
                 if answer.status >= 400:
                     self._refuse("/generate", answer.status, await answer.text())
                 async for chunk in _chunks(answer.content):
@@ -186,7 +188,7 @@ class SglangClient:
                         self._refuse("/generate", status, str(problem))
                     place = int(chunk.get("index") or 0)
                     if not place < num_samples:
-                        raise EngineResponseError(
+                        raise GarbageAnswerError(
                             f"a chunk of sample {place}, asked for {num_samples}", engine=self.url
                         )
                     on_progress(place, samples[place].add(chunk))
@@ -354,7 +356,7 @@ class StreamedSample:
         """Take a chunk; returns the sample as far as it has come.
 
         Raises:
-            EngineResponseError: tokens are missing between it and the last one, or it is unsound in itself.
+            GarbageAnswerError: tokens are missing between it and the last one, or it is unsound in itself.
         """
         had = len(self._output_ids)
         try:
@@ -363,13 +365,13 @@ class StreamedSample:
             total = int(meta["completion_tokens"])
             finish_reason = meta["finish_reason"]
         except (KeyError, TypeError, ValueError) as error:
-            raise EngineResponseError(f"a chunk lacks a field: {error!r}", engine=self._engine) from error
+            raise GarbageAnswerError(f"a chunk lacks a field: {error!r}", engine=self._engine) from error
         entries = meta.get("output_token_logprobs")
         if len(told) == total and told[:had] == self._output_ids:  # all so far
             told = told[had:]
             entries = entries and entries[had:]
         elif had + len(told) != total:
-            raise EngineResponseError(
+            raise GarbageAnswerError(
                 f"a chunk of {len(told)} tokens after {had} makes {total}", engine=self._engine
             )
         self._logprobs += _logprobs({**meta, "output_token_logprobs": entries}, told, self._engine)
