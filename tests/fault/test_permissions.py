@@ -73,7 +73,9 @@ def test_a_pack_that_may_not_be_read_is_no_damage_and_is_not_quarantined(small: 
     (path,) = (small.run.root / "packs" / "trajectory").glob("*.arrow")
     with taken_away(path), as_anybody_else():
         findings = check(small.run).findings
-        with pytest.raises(StorageError, match=r"Permission denied.*that is no damage.*nothing was quarantined"):
+        with pytest.raises(
+            StorageError, match=r"Permission denied.*that is no damage.*nothing was quarantined"
+        ):
             quarantine_damage(small.run, do=True, reopen=True)
     assert findings
     assert all("that is no damage" in f.message for f in findings if f.check == "extent")
