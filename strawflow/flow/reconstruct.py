@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -23,23 +23,32 @@ import numpy as np
 from strawflow import clock
 from strawflow.config import RunConfig
 from strawflow.errors import ConflictError, CorruptPackError
-from strawflow.flow import history_again, inherit, journal, returned
+from strawflow.flow import history_again, inherit, returned
 from strawflow.flow import journal_choice as choice
 from strawflow.flow.admit import Schedule, cursor_fields, take_rows
 from strawflow.flow.assemble import UNIT_FAILED
 from strawflow.flow.branch import inherit_cursors, inherit_drops
-from strawflow.flow.found_lines import Lines, manifests_of, read_manifests
+from strawflow.flow.found_lines import Lines
+from strawflow.flow.found_manifests import manifests_of, read_manifests
 from strawflow.flow.found_packs import FoundPacks, Loss
 from strawflow.flow.found_results import FoundGroup, groups_of
-from strawflow.flow.journal import Entry, EntryKind, ExtentRef, StoredEntry
+from strawflow.flow.journal import EntryKind, ExtentRef, StoredEntry
 from strawflow.flow.run import ACTIVE_BRANCH, MAIN_BRANCH, TRAINER
-from strawflow.ids import Extent, new_id
-from strawflow.index import branches, carry, consumers, datasets, meta, reconstruction, returns, units
+from strawflow.ids import Extent
+from strawflow.index import (
+    branches,
+    carry,
+    consumers,
+    datasets,
+    meta,
+    reconstruction,
+    retired_again,
+    returns,
+    units,
+)
 from strawflow.index.datasets import Cursor
 from strawflow.index.engine import Connection
 from strawflow.index.reconstruction import FoundResult
-from strawflow.packs.scan import FOLDER
-from strawflow.packs.writer import PackWriter
 from strawflow.states import UnitState
 
 _CHUNK = 2000
@@ -447,7 +456,7 @@ class _Work:
                 row["unit_id"]: len(row["consumers"])
                 for row in rows.select(["unit_id", "consumers"]).to_pylist()
             }
-            self._retired |= reconstruction.retire_again(self.connection, wanted)
+            self._retired |= retired_again.retire_again(self.connection, wanted)
         for extent, _ in self.packs.messages("event", only_new=True):
             self.packs.name(extent)
         return len(self._retired)
@@ -463,24 +472,6 @@ class _Work:
             elif entry.kind in (EntryKind.BRANCH, EntryKind.CONSUMER) and "first_unit_id" in head:
                 ends.append(head["first_unit_id"] + len(entry.body["carried"]) - 1)
         return max(ends)
-
-
-def begin_incarnation(connection: Connection, root: Path, config: RunConfig, incarnation: int) -> None:
-    """Write down in the journal that this incarnation was begun, so that the next one is above it whatever became of it.
-
-    The entry is durable before it is named in this transaction; without a folder of packs there is nothing to tell.
-    """
-    if not (root / FOLDER).is_dir():
-        return
-    path = f"{FOLDER}/{journal.KIND}/{new_id('incarnation')}.arrow"
-    writer = PackWriter(root, pack_id=0, path=path, kind=journal.KIND, durability=config.run.durability)
-    entry = Entry(EntryKind.INCARNATION, MAIN_BRANCH, {})
-    extent = writer.append(journal.to_rows([entry], incarnation=incarnation))
-    writer.seal()
-    pack = reconstruction.add_pack(
-        connection, kind=journal.KIND, path=path, is_sealed=True, num_bytes=writer.length
-    )
-    reconstruction.add_extent(connection, replace(extent, pack_id=pack.pack_id))
 
 
 def _starts(entry: StoredEntry) -> list[tuple[str, int, list[str]]]:

@@ -33,7 +33,7 @@ from pathlib import Path
 
 from strawflow import faults
 from strawflow.errors import ConflictError, StorageError
-from strawflow.flow.found_lines import read_manifests
+from strawflow.flow.found_manifests import read_manifests
 from strawflow.flow.index_place import SWEEP_BLOCKED
 from strawflow.flow.later_packs import later_packs, why
 from strawflow.flow.quota import tree_bytes
