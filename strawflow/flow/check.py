@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 
@@ -77,6 +78,12 @@ class Looked:
     error: StrawflowError | None
     is_missing: bool = False
     """Whether the pack's file is not there at all."""
+
+    @property
+    def is_out_of_reach(self) -> bool:
+        """Whether the bytes may be whole and could only not be had just now: permissions, a mount that does not answer."""
+        cause = None if self.error is None else self.error.__cause__
+        return isinstance(cause, OSError) and not self.is_missing and cause.errno != errno.EIO
 
 
 def check(run: Run, *, on_pack: Callable[[Pack], None] | None = None) -> CheckReport:
@@ -176,6 +183,7 @@ def _lifted(looked: Looked) -> Finding:
 
 
 _NEXT = "`strawflow index quarantine RUN` tells what it held and what can be done"
+_OUT_OF_REACH = "that is no damage: let this user read it, or mend the mount"
 
 
 def _damage(
@@ -203,7 +211,10 @@ def _damage(
     for looked in told:
         is_known = " (in quarantine, and needed)" * (looked.extent.extent_id in contained)
         assert looked.error is not None
-        yield Finding("extent", str(looked.extent.extent_id), f"{looked.error.message}{is_known}; {_NEXT}")
+        what_next = _OUT_OF_REACH if looked.is_out_of_reach else _NEXT
+        yield Finding(
+            "extent", str(looked.extent.extent_id), f"{looked.error.message}{is_known}; {what_next}"
+        )
 
 
 def _check_file(run: Run, pack: Pack, extents: list[Extent], report: CheckReport) -> Iterator[Finding]:

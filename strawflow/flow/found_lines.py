@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,11 @@ from strawflow.flow import journal_choice as choice
 from strawflow.flow.admit_evaluation import evaluation_of, segments_told
 from strawflow.flow.assemble import NO_DIGEST
 from strawflow.flow.checkpoint_folder import is_whole
+from strawflow.flow.found_manifests import row_of_manifest
 from strawflow.flow.found_packs import FoundPacks, Loss
 from strawflow.flow.journal import EntryKind, ExtentRef, StoredEntry
 from strawflow.flow.journal_choice import Line, Manifest, PlanChain
-from strawflow.index import batches, carry, consumers, reconstruction, units
+from strawflow.index import batches, carry, consumers, reconstruction, retired_again, units
 from strawflow.index.consumers import Assignment, Consumer
 from strawflow.index.engine import Connection
 from strawflow.index.reconstruction import FoundBatch
@@ -285,7 +286,7 @@ class Lines:
             ),
         )
         if places is None:
-            reconstruction.retire_batch(self.connection, batch_id)
+            retired_again.retire_batch(self.connection, batch_id)
         self._fences.setdefault((consumer.branch_id, consumer.consumer), {})[int(body["step"])] = body[
             "fence"
         ]
@@ -326,7 +327,7 @@ class Lines:
             if is_same or told.get("path") == newest.path:
                 told["path"] = newest.path  # its folder may be a copy put in the place of a lost one
             else:
-                by_step[newest.step] = newest.fence, _of_manifest(newest)
+                by_step[newest.step] = newest.fence, row_of_manifest(newest)
         self._from_files(by_step, line, resumed, position)
         for step, (_, values) in sorted(by_step.items()):
             stored = batches.find(self.connection, *line, step)
@@ -348,7 +349,7 @@ class Lines:
                 continue
             if not is_whole(self.packs.root / manifest.path):
                 continue  # its folder is kept all the same, and the sweep says so
-            by_step[manifest.step] = manifest.fence, _of_manifest(manifest)
+            by_step[manifest.step] = manifest.fence, row_of_manifest(manifest)
 
     def _add_step(self, entry: StoredEntry) -> None:
         body = entry.body
@@ -413,70 +414,9 @@ _CHECKPOINT = frozenset(
 )
 
 
-def _of_manifest(manifest: Manifest) -> dict[str, Any]:
-    """Return the row of a checkpoint that was written and not committed: no branch can start from it.
-
-    A checkpoint's folder is called like the checkpoint, by this program as by earlier ones whose ids hold no consumer.
-    """
-    return {
-        "checkpoint_id": Path(manifest.path).name,
-        "branch_id": manifest.branch_id,
-        "consumer": manifest.consumer,
-        "step": manifest.step,
-        "fence": manifest.fence,
-        "path": manifest.path,
-        "state_digest": manifest.state_digest,
-        "batch_digest": manifest.batch_digest,
-        "created_at": clock.wall_time(),
-        "cursors": None,
-        "last_unit_id": None,
-    }
-
-
 def _has_weights(folder: Path, digest: str) -> bool:
     try:
         verify_weights(folder, digest)
     except CorruptCheckpointError:
         return False
     return True
-
-
-def read_manifests(root: Path) -> list[Manifest]:
-    """Return what the checkpoints in a run's folder say of themselves; one that says nothing is left out."""
-    found = []
-    for path in sorted((root / "checkpoints").glob(f"*/{MANIFEST}")):
-        try:
-            told = json.loads(path.read_text(encoding="utf-8"))["stands_for"]
-            found.append(
-                Manifest(
-                    branch_id=told["branch"],
-                    consumer=told["consumer"],
-                    step=int(told["step"]),
-                    fence=int(told["fence"]),
-                    batch_digest=told["batch_digest"],
-                    state_digest=told["state_digest"],
-                    path=str(path.parent.relative_to(root)),
-                )
-            )
-        except (OSError, ValueError, KeyError, TypeError):
-            continue  # an older program's, or damaged: verified before anything is believed of it
-    return found
-
-
-def manifests_of(entries: Iterable[StoredEntry], root: Path, *, known: Iterable[Manifest]) -> list[Manifest]:
-    """Return the checkpoints that the journal tells of and whose files do not say it themselves."""
-    told = {manifest.path for manifest in known}
-    heads = [e.head for e in entries if e.kind is EntryKind.CHECKPOINT]
-    return [
-        Manifest(
-            branch_id=head["branch_id"],
-            consumer=head["consumer"],
-            step=head["step"],
-            fence=head["fence"],
-            batch_digest=head["batch_digest"],
-            state_digest=head["state_digest"],
-            path=head["path"],
-        )
-        for head in heads
-        if head["path"] not in told and (root / head["path"] / MANIFEST).is_file()
-    ]

@@ -21,9 +21,9 @@ from strawflow.errors import CorruptPackError, IncompatibleFormatError, StorageE
 from strawflow.flow import journal
 from strawflow.flow.journal import EntryKind, ExtentRef, StoredEntry
 from strawflow.ids import Extent
-from strawflow.index import liveness, quarantine, reconstruction
+from strawflow.index import found_extents, liveness, quarantine
 from strawflow.index.engine import Connection
-from strawflow.index.reconstruction import KnownPack
+from strawflow.index.found_extents import KnownPack
 from strawflow.packs.places import open_place
 from strawflow.packs.reader import PackReader
 from strawflow.packs.scan import PackScan, is_torn_head, kind_of, list_packs, open_scan
@@ -56,7 +56,7 @@ class FoundPacks:
         self._place = open_place(self.root)
         self._reader = PackReader(self._place)
         self._scans: dict[str, PackScan] = {}
-        self._rows = reconstruction.packs_by_path(self.connection)
+        self._rows = found_extents.packs_by_path(self.connection)
         self._rows_before = dict(self._rows)
         self.holes: list[str] = []
         """Where the journal is damaged."""
@@ -64,8 +64,8 @@ class FoundPacks:
         self._by_digests: dict[str, dict[bytes, Extent]] = {}
         self._checksums: dict[tuple[str, int], bytes] = {}
         self._known_digests: set[bytes] = set()
-        self._first_new = reconstruction.last_extent_id(self.connection)
-        reconstruction.ensure_session(self.connection)
+        self._first_new = found_extents.last_extent_id(self.connection)
+        found_extents.ensure_session(self.connection)
         self._sizes = list_packs(self._place)
         for path, size in self._sizes.items():
             self._take_pack(path, size)
@@ -82,7 +82,7 @@ class FoundPacks:
         self._scans[path] = scan
         if path not in self._rows:
             self.num_packs += 1
-            self._rows[path] = reconstruction.add_pack(
+            self._rows[path] = found_extents.add_pack(
                 self.connection, kind=scan.kind, path=path, is_sealed=scan.is_sealed, num_bytes=size
             )
 
@@ -142,7 +142,7 @@ class FoundPacks:
         known = self._known(pack)
         if extent.offset not in known:
             placed = replace(extent, pack_id=pack.pack_id)
-            known[extent.offset] = (reconstruction.add_extent(self.connection, placed), extent.digests)
+            known[extent.offset] = (found_extents.add_extent(self.connection, placed), extent.digests)
             self.num_named += 1
         return replace(extent, pack_id=pack.pack_id, extent_id=known[extent.offset][0])
 
@@ -189,7 +189,7 @@ class FoundPacks:
 
     def bring_back_moved(self) -> None:
         """Point extents whose pack's file is gone at the bytes that salvage or compaction brought elsewhere since."""
-        for extent_id, kind, _, digests, num_rows in reconstruction.extents_of_lost_packs(
+        for extent_id, kind, _, digests, num_rows in found_extents.extents_of_lost_packs(
             self.connection, self._scans
         ):
             place = self._elsewhere(kind).get(digests)
@@ -198,7 +198,7 @@ class FoundPacks:
             known = self._known(self._rows[place.path])
             if place.offset in known:
                 continue
-            reconstruction.move_extent(self.connection, extent_id, place)
+            found_extents.move_extent(self.connection, extent_id, place)
             known[place.offset] = (extent_id, digests)
             self.num_moved += 1
 
@@ -212,7 +212,7 @@ class FoundPacks:
 
     def drop_superseded(self) -> None:
         """Remove the rows of new results that a later one took the place of."""
-        reconstruction.drop_unreferred_results(self.connection, after=self._first_new)
+        found_extents.drop_unreferred_results(self.connection, after=self._first_new)
 
     def close(self) -> None:
         self._reader.close()
@@ -237,13 +237,13 @@ class FoundPacks:
 
     def _known(self, pack: KnownPack) -> dict[int, tuple[int, bytes]]:
         if pack.pack_id not in self._extents:
-            self._extents[pack.pack_id] = reconstruction.extents_at(self.connection, pack.pack_id)
+            self._extents[pack.pack_id] = found_extents.extents_at(self.connection, pack.pack_id)
         return self._extents[pack.pack_id]
 
     def _pack_of(self, path: str, kind: str) -> KnownPack:
         """Return a pack's row; one whose file is gone or unreadable gets a row too, so that its extents can be told."""
         if path not in self._rows:
-            self._rows[path] = reconstruction.add_pack(
+            self._rows[path] = found_extents.add_pack(
                 self.connection, kind=kind_of(path) or kind, path=path, is_sealed=True, num_bytes=0
             )
         return self._rows[path]

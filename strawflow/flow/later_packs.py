@@ -16,7 +16,7 @@ from strawflow.flow.run import Run
 from strawflow.index import liveness, meta
 from strawflow.index.engine import Connection
 from strawflow.packs.places import open_place
-from strawflow.packs.scan import list_packs, open_scan
+from strawflow.packs.scan import list_files, list_packs, open_scan
 
 _ACCEPTED = "later_packs_accepted_ns"
 """Key in meta: modification time, ns since 1970, of the newest pack without a row that was accepted as no loss."""
@@ -52,7 +52,7 @@ def later_among(run: Run, paths: Iterable[str]) -> list[str]:
 
 def accept(run: Run, connection: Connection) -> None:
     """Remember that the packs without a row that are there now are no loss."""
-    sizes = open_place(run.root).sizes("packs")
+    sizes = list_files(open_place(run.root))
     known = liveness.known_paths(connection, sizes)
     times = [(run.root / path).stat().st_mtime_ns for path in sizes.keys() - known]
     meta.put(connection, _ACCEPTED, str(max(times, default=0)))

@@ -100,7 +100,8 @@ def quarantine_damage(run: Run, *, do: bool, reopen: bool = False) -> Quarantine
 
     Raises:
         ConflictError: batches or offers are to be changed and a live worker assembles or trains; what was contained is.
-        StorageError: none of the pack files is there: the storage is not mounted.
+        StorageError: none of the pack files is there: the storage is not mounted; or one cannot be read for another reason
+            than damage.
     """
     if do:
         rescue.rescue_all(run)  # whoever is gone must not stand in the way until its lease expires
@@ -144,6 +145,11 @@ def _look(run: Run) -> tuple[list[DamagedExtent], list[int]]:
             if looked.error is None:
                 num_good += 1
                 given_back += [looked.extent.extent_id] if looked.extent.extent_id in known else []
+            elif looked.is_out_of_reach:
+                raise StorageError(
+                    f"{looked.error.message}: that is no damage, let this user read it, or mend the mount; nothing was "
+                    "quarantined"
+                ) from looked.error
             else:
                 bad.append(looked)
     if bad and not num_good and all(looked.is_missing for looked in bad):

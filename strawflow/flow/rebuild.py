@@ -16,8 +16,9 @@ from pathlib import Path
 
 from strawflow import faults
 from strawflow.errors import AlreadyExistsError
+from strawflow.flow.incarnation import begin_incarnation
 from strawflow.flow.index_place import SWEEP_BLOCKED, Found, Target, fill, look
-from strawflow.flow.reconstruct import Reconstruction, begin_incarnation, reconstruct
+from strawflow.flow.reconstruct import Reconstruction, reconstruct
 from strawflow.flow.run import RUN_ID, identity_of
 from strawflow.index import events, meta, reconstruction
 from strawflow.index.engine import Connection

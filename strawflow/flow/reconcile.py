@@ -15,6 +15,7 @@ from strawflow.flow.run import Run
 from strawflow.flow.sweep import Collected, Item, folders_without_a_row
 from strawflow.index import events, liveness, meta
 from strawflow.packs.places import open_place
+from strawflow.packs.scan import list_files
 
 MISSING = "missing"
 """What an item is called that stands for bytes which the index names and the disk lacks."""
@@ -25,7 +26,7 @@ def reconcile(run: Run, *, accepts: bool = False, accepts_missing: bool = False)
 
     With `accepts_missing` even then: reads of what is missing go on to fail. `done` tells whether it is allowed now.
     """
-    sizes = open_place(run.root).sizes("packs")  # before the rows: a row precedes its file
+    sizes = list_files(open_place(run.root))  # before the rows: a row precedes its file
     with run.index.read() as connection:
         ends = liveness.pack_ends(connection)
         known = liveness.known_paths(connection, sizes)

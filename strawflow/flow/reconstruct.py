@@ -29,14 +29,15 @@ from strawflow.flow import journal_choice as choice
 from strawflow.flow.admission import Schedule, cursor_fields, take_rows, take_segment, told_ids
 from strawflow.flow.assemble import UNIT_FAILED
 from strawflow.flow.branch import inherit_cursors, inherit_drops
-from strawflow.flow.found_lines import Lines, manifests_of, read_manifests
+from strawflow.flow.found_lines import Lines
+from strawflow.flow.found_manifests import manifests_of, read_manifests
 from strawflow.flow.found_packs import FoundPacks, Loss
 from strawflow.flow.found_progress import FoundProgress
 from strawflow.flow.found_results import FoundGroup, groups_of
-from strawflow.flow.journal import Entry, EntryKind, ExtentRef, StoredEntry
+from strawflow.flow.journal import EntryKind, ExtentRef, StoredEntry
 from strawflow.flow.mixer import Mixture
 from strawflow.flow.run import ACTIVE_BRANCH, MAIN_BRANCH, TRAINER
-from strawflow.ids import Extent, new_id
+from strawflow.ids import Extent
 from strawflow.index import (
     branches,
     carry,
@@ -46,6 +47,7 @@ from strawflow.index import (
     meta,
     mixtures,
     reconstruction,
+    retired_again,
     returns,
     units,
 )
@@ -53,8 +55,6 @@ from strawflow.index.continuations import SavedRecord
 from strawflow.index.datasets import Cursor, Segment
 from strawflow.index.engine import Connection
 from strawflow.index.reconstruction import FoundResult
-from strawflow.packs.scan import FOLDER
-from strawflow.packs.writer import PackWriter
 from strawflow.states import UnitState
 
 _CHUNK = 2000
@@ -504,7 +504,7 @@ class _Work:
                 row["unit_id"]: len(row["consumers"])
                 for row in rows.select(["unit_id", "consumers"]).to_pylist()
             }
-            self._retired |= reconstruction.retire_again(self.connection, wanted)
+            self._retired |= retired_again.retire_again(self.connection, wanted)
         for extent, _ in self.packs.messages("event", only_new=True):
             self.packs.name(extent)
         return len(self._retired)
@@ -520,24 +520,6 @@ class _Work:
             elif entry.kind in (EntryKind.BRANCH, EntryKind.CONSUMER) and "first_unit_id" in head:
                 ends.append(head["first_unit_id"] + len(entry.body["carried"]) - 1)
         return max(ends)
-
-
-def begin_incarnation(connection: Connection, root: Path, config: RunConfig, incarnation: int) -> None:
-    """Write down in the journal that this incarnation was begun, so that the next one is above it whatever became of it.
-
-    The entry is durable before it is named in this transaction; without a folder of packs there is nothing to tell.
-    """
-    if not (root / FOLDER).is_dir():
-        return
-    path = f"{FOLDER}/{journal.KIND}/{new_id('incarnation')}.arrow"
-    writer = PackWriter(root, pack_id=0, path=path, kind=journal.KIND, durability=config.run.durability)
-    entry = Entry(EntryKind.INCARNATION, MAIN_BRANCH, {})
-    extent = writer.append(journal.to_rows([entry], incarnation=incarnation))
-    writer.seal()
-    pack = reconstruction.add_pack(
-        connection, kind=journal.KIND, path=path, is_sealed=True, num_bytes=writer.length
-    )
-    reconstruction.add_extent(connection, replace(extent, pack_id=pack.pack_id))
 
 
 def _starts(entry: StoredEntry) -> list[tuple[str, int, list[str]]]:

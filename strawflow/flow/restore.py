@@ -20,9 +20,10 @@ from pathlib import Path
 from strawflow.errors import AlreadyExistsError, CorruptPackError, InvalidInputError
 from strawflow.flow.backup import FOLDER as BACKUPS
 from strawflow.flow.backup import Manifest, read_manifest, table_batches, verify
+from strawflow.flow.incarnation import begin_incarnation
 from strawflow.flow.index_place import SWEEP_BLOCKED, Found, Target, fill, lose_everyone
 from strawflow.flow.index_place import look as look_at
-from strawflow.flow.reconstruct import Reconstruction, begin_incarnation, reconstruct
+from strawflow.flow.reconstruct import Reconstruction, reconstruct
 from strawflow.flow.run import identity_of
 from strawflow.index import dump, events, meta
 from strawflow.index.engine import Connection

@@ -33,7 +33,7 @@ from pathlib import Path
 
 from strawflow import faults
 from strawflow.errors import ConflictError, StorageError
-from strawflow.flow.found_lines import read_manifests
+from strawflow.flow.found_manifests import read_manifests
 from strawflow.flow.index_place import SWEEP_BLOCKED
 from strawflow.flow.later_packs import later_packs, why
 from strawflow.flow.quota import tree_bytes
@@ -45,6 +45,7 @@ from strawflow.index.liveness import Waiting
 from strawflow.index.reconstruction import incarnation_of
 from strawflow.packs.places import open_place
 from strawflow.packs.posix import file_of
+from strawflow.packs.scan import list_files
 from strawflow.plural import counted
 
 REFERENCE_AGE_S = 1.5 * STALL_S
@@ -259,7 +260,7 @@ def _writing(session: WorkerSession) -> Iterator[Connection]:
 
 def _orphans(run: Run) -> Iterator[Item]:
     """Yield pack files without a row. The files are listed first: a row precedes its file."""
-    sizes = open_place(run.root).sizes("packs")
+    sizes = list_files(open_place(run.root))
     with run.index.read() as connection:
         known = liveness.known_paths(connection, sizes)
     for path in sorted(sizes.keys() - known):

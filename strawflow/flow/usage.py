@@ -10,6 +10,7 @@ from strawflow.flow.run import Run
 from strawflow.flow.sweep import quiet_s
 from strawflow.index import liveness
 from strawflow.packs.places import open_place
+from strawflow.packs.scan import list_files
 from strawflow.states import PackState
 
 
@@ -45,7 +46,7 @@ class Usage:
 
 def usage_of(run: Run) -> Usage:
     """Measure a run now; reads every extent's row and the size of every file."""
-    sizes = open_place(run.root).sizes("packs")
+    sizes = list_files(open_place(run.root))
     with run.index.read() as connection:
         uses = liveness.pack_uses(connection, quiet_s=quiet_s(run))
     kinds = []

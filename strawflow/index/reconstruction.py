@@ -15,29 +15,17 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
-from strawflow import clock
 from strawflow.errors import CorruptPackError
-from strawflow.ids import Extent
-from strawflow.index import continuations, meta, retired
+from strawflow.index import meta
 from strawflow.index import tables as t
 from strawflow.index.carry import CARRIED_COLUMNS, Carried, to_carried
 from strawflow.index.engine import insert_unless_there
 from strawflow.index.leases import FENCES_PER_INCARNATION
 from strawflow.index.prepared import Prepared, rows_value
-from strawflow.index.retired import Fate, Retired
 from strawflow.index.units import LAST_UNIT_ID
-from strawflow.states import BatchState, PackState, SessionState, UnitState, WeightState
-
-FOUND_SESSION = "found"
-"""The session that packs met without a row belong to; never live, so that open ones are salvaged."""
+from strawflow.states import UnitState, WeightState
 
 _CHUNK = 500
-
-
-@dataclass(frozen=True)
-class KnownPack:
-    pack_id: int
-    state: PackState
 
 
 @contextmanager
@@ -54,119 +42,6 @@ def contradictions_told() -> Iterator[None]:
             f"what packs, journal and backup tell cannot all be true, the index refuses it ({error.orig}); nothing was "
             "changed, use another backup"
         ) from error
-
-
-# ---- packs and extents
-
-
-def ensure_session(connection: Connection) -> None:
-    connection.execute(
-        insert_unless_there(t.sessions, connection).values(
-            session_id=FOUND_SESSION,
-            kind="rebuild",
-            host="",
-            machine="",
-            pid=0,
-            process_started=0,
-            state=SessionState.LOST,
-            expires_at=0.0,
-            started_at=clock.wall_time(),
-            incarnation=0,
-        )
-    )
-
-
-def packs_by_path(connection: Connection) -> dict[str, KnownPack]:
-    rows = connection.execute(sa.select(t.packs.c.path, t.packs.c.pack_id, t.packs.c.state))
-    return {r.path: KnownPack(r.pack_id, PackState(r.state)) for r in rows}
-
-
-def add_pack(connection: Connection, *, kind: str, path: str, is_sealed: bool, num_bytes: int) -> KnownPack:
-    """Insert the row of a pack that is there without one."""
-    state = PackState.SEALED if is_sealed else PackState.OPEN
-    pack_id: int = connection.execute(
-        sa.insert(t.packs)
-        .values(
-            kind=kind,
-            path=path,
-            state=state,
-            session_id=FOUND_SESSION,
-            num_bytes=num_bytes if is_sealed else None,
-            created_at=clock.wall_time(),
-        )
-        .returning(t.packs.c.pack_id)
-    ).scalar_one()
-    return KnownPack(pack_id, state)
-
-
-def extents_at(connection: Connection, pack_id: int) -> dict[int, tuple[int, bytes]]:
-    """Return {offset: (extent id, digests)} of a pack."""
-    e = t.extents.c
-    rows = connection.execute(sa.select(e.offset, e.extent_id, e.digests).where(e.pack_id == pack_id))
-    return {r.offset: (r.extent_id, bytes(r.digests)) for r in rows}
-
-
-def add_extent(connection: Connection, extent: Extent) -> int:
-    """Insert the row of an extent that lies in a known pack; returns its id."""
-    return int(
-        connection.execute(
-            sa.insert(t.extents)
-            .values(
-                pack_id=extent.pack_id,
-                offset=extent.offset,
-                length=extent.length,
-                num_rows=extent.num_rows,
-                digests=extent.digests,
-            )
-            .returning(t.extents.c.extent_id)
-        ).scalar_one()
-    )
-
-
-def extents_of_lost_packs(
-    connection: Connection, present: Iterable[str]
-) -> list[tuple[int, str, str, bytes, int]]:
-    """Return (extent id, kind, path, digests, rows) of the extents whose pack's file is not among those present."""
-    there = set(present)
-    rows = connection.execute(
-        sa.select(
-            t.extents.c.extent_id, t.packs.c.kind, t.packs.c.path, t.extents.c.digests, t.extents.c.num_rows
-        )
-        .join(t.packs, t.packs.c.pack_id == t.extents.c.pack_id)
-        .where(t.packs.c.state != PackState.CONDEMNED)
-        .order_by(t.extents.c.extent_id)
-    )
-    return [(r.extent_id, r.kind, r.path, bytes(r.digests), r.num_rows) for r in rows if r.path not in there]
-
-
-def move_extent(connection: Connection, extent_id: int, place: Extent) -> None:
-    connection.execute(
-        sa.update(t.extents)
-        .where(t.extents.c.extent_id == extent_id)
-        .values(pack_id=place.pack_id, offset=place.offset, length=place.length)
-    )
-
-
-def last_extent_id(connection: Connection) -> int:
-    return int(
-        connection.execute(sa.select(sa.func.coalesce(sa.func.max(t.extents.c.extent_id), 0))).scalar_one()
-    )
-
-
-def drop_unreferred_results(connection: Connection, *, after: int) -> None:
-    """Remove extents beyond the id `after` whose results another one took the place of."""
-    kinds = sa.select(t.packs.c.pack_id).where(t.packs.c.kind.in_(["trajectory", "continuation", "progress"]))
-    named = sa.union(
-        sa.select(t.units.c.extent_id).where(t.units.c.extent_id.is_not(None)),
-        sa.select(t.continuations.c.extent_id),
-    )
-    connection.execute(
-        sa.delete(t.extents).where(
-            t.extents.c.extent_id > after,
-            t.extents.c.pack_id.in_(kinds),
-            t.extents.c.extent_id.not_in(named),
-        )
-    )
 
 
 # ---- datasets, branches, consumers
@@ -486,65 +361,3 @@ def set_unservable_aside(connection: Connection, *, reason: str) -> list[int]:
         .returning(t.units.c.unit_id)
     )
     return sorted(row.unit_id for row in rows)
-
-
-_FATES = Prepared(
-    "SELECT assignments.unit_id, assignments.consumer, assignments.outcome, assignments.reason, assignments.at_step, "
-    "assignments.batch_id FROM {each} JOIN assignments ON assignments.unit_id = CAST(r.value AS BIGINT) "
-    "ORDER BY assignments.unit_id, assignments.consumer"
-)
-
-
-def retire_again(connection: Connection, wanted: Mapping[int, int]) -> set[int]:
-    """Remove units that had left the index for the history before it was lost, and count them; returns them.
-
-    `wanted` is {unit id: number of its fates}; a unit that has fewer now stays.
-    """
-    ids = sorted(wanted)
-    fates: dict[int, list[Fate]] = {}
-    for row in _FATES.rows(connection, rows=rows_value(ids)):
-        fates.setdefault(row[0], []).append(Fate(*row[1:]))
-    leaving: dict[str, list[Retired]] = {}
-    gone: list[int] = []
-    units = carried_units(connection, ids)
-    for unit_id in ids:
-        found = units.get(unit_id)
-        mine = tuple(fates.get(unit_id, ()))
-        is_settled = found is not None and found.unit.state in (UnitState.COMPLETED, UnitState.FAILED)
-        if found is None or not is_settled or len(mine) < wanted[unit_id]:
-            continue
-        u = found.unit
-        leaving.setdefault(u.branch_id, []).append(
-            Retired(u.purpose, u.state, found.dataset_id, u.num_tokens, mine)
-        )
-        gone.append(unit_id)
-    batch_ids = {f.batch_id for unit_id in gone for f in fates[unit_id] if f.batch_id is not None}
-    _retire_batches(connection, sorted(batch_ids))
-    for at in range(0, len(gone), _CHUNK):
-        chunk = gone[at : at + _CHUNK]
-        connection.execute(sa.delete(t.assignments).where(t.assignments.c.unit_id.in_(chunk)))
-        connection.execute(sa.delete(t.offers).where(t.offers.c.unit_id.in_(chunk)))
-        continuations.end(connection, chunk)
-        connection.execute(sa.delete(t.units).where(t.units.c.unit_id.in_(chunk)))
-    for branch_id, units_of in leaving.items():
-        retired.add(connection, branch_id, units_of)
-    return set(gone)
-
-
-def _retire_batches(connection: Connection, batch_ids: Sequence[int]) -> None:
-    for at in range(0, len(batch_ids), _CHUNK):
-        chunk = list(batch_ids[at : at + _CHUNK])
-        connection.execute(
-            sa.update(t.batches)
-            .where(t.batches.c.batch_id.in_(chunk), t.batches.c.state == BatchState.TRAINED)
-            .values(state=BatchState.RETIRED)
-        )
-        retired_ids = sa.select(t.batches.c.batch_id).where(
-            t.batches.c.batch_id.in_(chunk), t.batches.c.state == BatchState.RETIRED
-        )
-        connection.execute(sa.delete(t.batch_extents).where(t.batch_extents.c.batch_id.in_(retired_ids)))
-
-
-def retire_batch(connection: Connection, batch_id: int) -> None:
-    """Say that a trained batch's packed rows are gone."""
-    _retire_batches(connection, [batch_id])

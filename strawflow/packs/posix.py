@@ -48,7 +48,7 @@ class PosixPlace:
     def sizes(self, folder: str) -> dict[str, int]:
         found: dict[str, int] = {}
         set_aside: dict[str, int] = {}
-        for directory, _, names in os.walk(self._root / folder):
+        for directory, _, names in os.walk(self._root / folder, onerror=_raise_unless_gone):
             for name in names:
                 place = Path(directory, name)
                 path = str(place.relative_to(self._root))
@@ -188,3 +188,9 @@ class PosixInput:
             self._map = mmap.mmap(self._descriptor, self.size, prot=mmap.PROT_READ)
         start = min(offset, size)
         return pa.py_buffer(self._map or b"").slice(start, min(length, size - start))
+
+
+def _raise_unless_gone(error: OSError) -> None:
+    """Let no folder that cannot be listed pass for an empty one."""
+    if not isinstance(error, FileNotFoundError):
+        raise error

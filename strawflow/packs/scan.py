@@ -178,11 +178,27 @@ class PackScan:
         return Extent(0, 0, self.kind, self.path, offset, length, batch.num_rows, digests), batch
 
 
+def list_files(place: Place) -> dict[str, int]:
+    """Return the size of every file where a run's packs lie, by path.
+
+    Raises:
+        StorageError: a folder cannot be listed; what is in it would pass for missing.
+    """
+    try:
+        return place.sizes(FOLDER)
+    except OSError as error:
+        raise StorageError(f"the packs cannot be listed: {error}") from error
+
+
 def list_packs(place: Place) -> dict[str, int]:
-    """Return the size of every pack file of a run, by path."""
+    """Return the size of every pack file of a run, by path.
+
+    Raises:
+        StorageError: a folder cannot be listed.
+    """
     return {
         path: size
-        for path, size in sorted(place.sizes(FOLDER).items())
+        for path, size in sorted(list_files(place).items())
         if path.endswith(".arrow") and kind_of(path) in SCHEMAS
     }
 

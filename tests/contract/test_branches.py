@@ -11,7 +11,7 @@ import pytest
 import sqlalchemy as sa
 
 from strawflow.errors import AlreadyExistsError, ConflictError, InvalidInputError, NotFoundError
-from strawflow.flow import admit, consume, history
+from strawflow.flow import admit, consume, history, rebuild
 from strawflow.flow.branch import branches_of, create_branch, on_branch
 from strawflow.flow.check import check
 from strawflow.flow.quarantine import quarantine_damage
@@ -22,6 +22,7 @@ from strawflow.index.engine import now
 from strawflow.states import UnitState
 from strawflow.testing.invariants import batch_digests, check_exactly_once
 from strawflow.testing.runs import SmallRun, small_run
+from tests.contract.lost_index import lose_index
 from tests.contract.stored import damage, end_sessions
 
 
@@ -156,6 +157,12 @@ def test_what_a_branch_takes_up_is_granted_in_the_order_and_not_before_the_time_
             ).scalar_one()
     assert (left.epoch, left.position) == late
     assert 86_000 < ready_in_s <= 86_400
+    small.run.close()
+    root = lose_index(open_run(small.run.root))
+    assert rebuild.rebuild(root).rebuilt.losses == []
+    with SmallRun(open_run(root)) as rebuilt:
+        found = [(g.unit.epoch, g.unit.position) for g in rebuilt.claim(100)]
+        assert found == granted
 
 
 def test_the_old_branch_can_be_branched_from_again_and_a_branch_from_a_branch(small: SmallRun) -> None:

@@ -162,7 +162,10 @@ def test_a_worker_from_before_the_restore_is_refused_everywhere(small: SmallRun)
     ):
         with pytest.raises(LeaseLostError):
             verb()
-    assert differing(before, rows_in(run.index)) == set()
+    after = rows_in(run.index)
+    assert differing(before, after) == {"events"}
+    told = {event["name"] for event in after["events"] if event not in before["events"]}
+    assert told == {"units.refused"}  # that it was refused is counted
     small.sessions.clear()
     with reopened(run.root) as again:
         grants = again.claim(100)
