@@ -30,6 +30,9 @@ class ModelUnit:
     parks: int = 0
     requeues: int = 0
     is_parked: bool = False
+    """Whether progress of it is saved, so that it goes before fresh ones once it is ready."""
+    saved: list[list[int]] = field(default_factory=list)
+    """The tokens of that progress, by member."""
     holder: int | None = None
     sampled_as: tuple[int, int] = (0, 0)
     """(unit, fence) that its trajectories were sampled under, once it is completed."""

@@ -18,6 +18,7 @@ import json
 import shutil
 import tempfile
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ from strawflow.consumer import Consumer
 from strawflow.errors import ConflictError, LeaseLostError, StorageError, StrawflowError
 from strawflow.flow import assemble, rescue
 from strawflow.flow.branch import create_branch
+from strawflow.flow.chain import saved_members
 from strawflow.flow.check import check
 from strawflow.flow.claim import Grant
 from strawflow.flow.order import place_in_epoch
@@ -275,13 +277,34 @@ class StoreMachine(RuleBasedStateMachine):
         if not grants or not known.is_live:
             return
         held = self._held(known, grants)
-        settled = known.worker.park([g.result(_members(g, status="partial")) for g in grants])
+        progress = {g.unit_id: g.result(_members(g, status="partial")) for g in grants}
+        settled = known.worker.park(list(progress.values()))
         assert set(settled.accepted) == held
         for unit_id in held:
             unit = self.units[unit_id]
             unit.state, unit.holder, unit.is_parked = UnitState.READY, None, True
             unit.attempts -= 1
             unit.parks += 1
+            unit.saved = _tokens(progress[unit_id].members)
+
+    @rule(known=workers, data=st.data(), num_tokens=st.integers(1, 3))
+    def save(self, known: ModelWorker, data: st.DataObject, num_tokens: int) -> None:
+        """How far groups have come, at times shorter than before: what was saved last is what the next holder gets."""
+        grants = self._draw(data, known)
+        if not grants or not known.is_live:
+            return
+        held = self._held(known, grants)
+        progress = [(g, g.result(_members(g, status="partial", num_tokens=num_tokens))) for g in grants]
+        settled = known.worker.save(progress)
+        assert set(settled.accepted) <= held
+        assert not set(settled.lost) & held
+        for grant, result in progress:
+            if grant.unit_id in settled.accepted:
+                unit = self.units[grant.unit_id]
+                unit.is_parked = True
+                unit.saved = _tokens(result.members)
+            elif grant.unit_id in held:  # nothing was new
+                assert self.units[grant.unit_id].saved == _tokens(result.members)
 
     @rule(known=workers, data=st.data())
     def fail(self, known: ModelWorker, data: st.DataObject) -> None:
@@ -607,6 +630,8 @@ class StoreMachine(RuleBasedStateMachine):
             unit.attempts += 1
             assert grant.fence == unit.fence
             assert (grant.continuation is not None) == unit.is_parked
+            if unit.is_parked:
+                assert _tokens(saved_members(grant.continuation).values()) == unit.saved
         known.remembered += grants
 
     def _held(self, known: ModelWorker, grants: list[Grant]) -> set[int]:
@@ -636,8 +661,20 @@ class StoreMachine(RuleBasedStateMachine):
         raise AssertionError("what must be refused was not")
 
 
-def _members(grant: Grant, *, status: str = "finished") -> list[Member]:
+def _members(grant: Grant, *, status: str = "finished", num_tokens: int = 3) -> list[Member]:
     return [
-        Member(n, status, [grant.unit_id, grant.fence, n], [-0.5] * 3, "", "stop", float(n))
+        Member(
+            n,
+            status,
+            [grant.unit_id, grant.fence, n][:num_tokens],
+            [-0.5] * num_tokens,
+            "",
+            "stop",
+            float(n),
+        )
         for n in range(grant.profile.num_samples)
     ]
+
+
+def _tokens(members: Iterable[Member]) -> list[list[int]]:
+    return [list(m.response_tokens) for m in members]
