@@ -79,6 +79,8 @@ class FakeEngineOptions:
     port: int = 0
     mean_tokens: int = _MEAN_TOKENS
     """A response ends once in so many tokens."""
+    tells_only_new: bool = True
+    """Whether it says of itself that a chunk of a streamed answer tells only what is new (so it does in any case)."""
     stream_interval: int = 1
     """Tokens between two chunks of a streamed answer; each chunk tells only what is new."""
     faults: Faults = field(default_factory=Faults)
@@ -259,7 +261,12 @@ class FakeEngine:
         }
 
     def _server_info(self) -> dict[str, Any]:
-        return {"version": "fake", "model_path": self._model_path, "weight_version": self._weight_version}
+        return {
+            "version": "fake",
+            "model_path": self._model_path,
+            "weight_version": self._weight_version,
+            "incremental_streaming_output": self.options.tells_only_new,
+        }
 
     def _change_faults(self, body: Any) -> tuple[int, Any]:
         try:

@@ -123,6 +123,19 @@ def test_a_worker_whose_unit_others_hold_gives_up_on_it(make_run: Callable[..., 
     assert first.unit_id not in {u.unit_id for u in completed(run)}
 
 
+def test_an_attached_engine_that_would_repeat_whole_responses_is_not_asked_to_stream(
+    make_run: Callable[..., Run], caplog: pytest.LogCaptureFixture
+) -> None:
+    run = make_run(samples_per_prompt=1, max_response_tokens=20, stream_interval=4, save_every_s=0.1)
+    options = FakeEngineOptions(weight_version="unknown", mean_tokens=100_000, tells_only_new=False)
+    with FakeEngine(options) as engine, trainer_of(run) as publish:
+        publish(0)
+        with Worker(run, engine_url=engine.url) as worker:
+            worker.wait(lambda: len(completed(run)) >= NUM_UNITS)
+        assert not any(b["stream"] for b in asked(engine))
+    assert "start it with --incremental-streaming-output" in caplog.text
+
+
 def test_without_partial_rollout_nothing_is_saved_or_streamed(make_run: Callable[..., Run]) -> None:
     run = make_run(
         samples_per_prompt=1,

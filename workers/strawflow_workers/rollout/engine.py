@@ -40,6 +40,8 @@ from strawflow_workers.rollout.sglang_client import (
 
 log = logging.getLogger(__name__)
 
+TELLS_ONLY_NEW = "incremental_streaming_output"
+"""Of a server's description: whether each part of a streamed answer tells only what is new."""
 NUM_PROBES = 4
 """Answers that an engine which was quarantined must give soundly before it serves again."""
 PROBE_TOKENS = 8
@@ -77,6 +79,7 @@ class ServedEngine:
         """Every version it has served, in order; the last is the present one."""
         self.is_interrupted = False
         """Nothing new is asked of it: what is in flight is being broken off."""
+        self._streams = True
         self.can_continue = False
         """Whether weights may be loaded inside its requests."""
 
@@ -84,7 +87,7 @@ class ServedEngine:
     def stream_interval(self) -> int:
         """Tokens after which it tells how far a response has come; 0: responses are not saved while they are generated."""
         config = self._session.run.config.rollout
-        return config.stream_interval if config.saves_progress else 0
+        return config.stream_interval if config.saves_progress and self._streams else 0
 
     @property
     def client(self) -> SglangClient:
@@ -123,6 +126,13 @@ class ServedEngine:
         await asyncio.to_thread(self._process.wait_ready)
         self._client = make_client(self._process, max_connections=self._num_connections)
         info = await self._client.server_info()
+        self._streams = self._url is None or bool(info.get(TELLS_ONLY_NEW))
+        if self._session.run.config.rollout.saves_progress and not self._streams:
+            log.warning(
+                "the engine at %s would repeat a whole response for each of its tokens: responses are not saved while it makes "
+                "them; start it with --incremental-streaming-output --stream-interval 32",
+                self._url,
+            )
         self.build = f"{self._session.run.config.rollout.engine} {info.get('version', '')}".strip()
         reported = await self._client.weight_version()
         if self._url is not None and reported != version.version_id:

@@ -131,7 +131,6 @@ class UnitGenerator:
         self._engine, self._rewards, self._tokenizer = engine, rewards, tokenizer
         hooks = hooks or RolloutHooks()
         self._underway: dict[tuple[int, int], _Underway] = {}
-        self._stream_interval = engine.stream_interval
         self.most_unsaved = 0
         """Most tokens that any response has got since `progress` was last asked for."""
         self._sample_filter = hooks.sample_filter
@@ -312,8 +311,9 @@ class UnitGenerator:
         """Return what notes how far these members have come; None where an answer is too short to be told in parts."""
         done = len(before.response_tokens) if before is not None else 0
         underway = self._underway.get((grant.unit_id, grant.fence))
-        is_short = grant.profile.max_response_tokens - done <= self._stream_interval
-        if underway is None or not self._stream_interval or is_short:
+        interval = self._engine.stream_interval
+        is_short = grant.profile.max_response_tokens - done <= interval
+        if underway is None or not interval or is_short:
             return None
         underway.told |= dict.fromkeys(numbers, 0)
 
