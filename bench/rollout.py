@@ -231,7 +231,7 @@ def saving(bench: Bench) -> Iterator[Row]:
 
 
 BATCHES, GROUPS, MEMBERS = 10, 8, 4
-LENGTHS = {"median": 80, "sigma": 1.0, "max_tokens": 1000, "token_s": 0.004}
+MAX_TOKENS = 1000
 
 
 class TailRun:
@@ -246,7 +246,7 @@ class TailRun:
             **settings,
         }
         self._rollout = Rollout(
-            folder, url=url, tokens=LENGTHS["max_tokens"], label=None, engine="fake", settings=settings
+            folder, url=url, tokens=MAX_TOKENS, label=None, engine="fake", settings=settings
         )
 
     def collect(self) -> tuple[float, int]:
@@ -283,7 +283,8 @@ def tail(bench: Bench) -> Iterator[Row]:
 
     def side(settings: Mapping[str, Any]) -> float:
         own = bench.path(f"tail{next(numbers)}")
-        with TailEngine(**LENGTHS) as engine:
+        token_s = 0.001 if bench.quick else 0.004
+        with TailEngine(median=80, sigma=1.0, max_tokens=MAX_TOKENS, token_s=token_s) as engine:
             run = TailRun(own, engine.url, settings)
             seconds, stored = run.collect()
             if settings is ahead:

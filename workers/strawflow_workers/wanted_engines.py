@@ -87,6 +87,8 @@ class WantedEngines:
             "waits for `strawflow engine release`"
             if slot.url
             else f"is tried again in {slot.retry_in_s:.0f} s"
+            if slot.retry_in_s > 0
+            else "is being tried again"
         )
         log.warning("%s is quarantined and %s: %s", slot.name, what, slot.reason)
         return True

@@ -177,7 +177,9 @@ class ServedEngine:
         self._trust.sound(num_tokens=sum(len(generation.output_ids) for generation in found))
         return found
 
-    async def _answered(self, request: GenerateRequest, on_progress: OnProgress | None) -> list[Generation]:
+    async def _answered(
+        self, request: GenerateRequest, on_progress: OnProgress | None = None
+    ) -> list[Generation]:
         served_from = len(self.served)
 
         def tell(place: int, generation: Generation) -> None:

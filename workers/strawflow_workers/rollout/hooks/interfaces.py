@@ -360,6 +360,7 @@ class DataSource(Protocol):
     def __call__(self, request: PromptRequest, state: Any) -> Prompts: ...
 
 
+@dataclass(frozen=True, kw_only=True)
 class PostProcessed:
     """What a group's rewards became: one item for each member that did not fail, in the order of members."""
 
