@@ -151,5 +151,5 @@ def test_ids_and_leases_say_the_same_in_other_types() -> None:
 
 
 def test_a_submission_that_settles_a_unit_twice_is_refused() -> None:
-    with pytest.raises(InvalidInputError, match="settles a unit twice"):
+    with pytest.raises(InvalidInputError, match="is about a unit twice"):
         Submission("s", results=[RESULT], released=[(5, 2)]).check()
