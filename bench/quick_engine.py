@@ -11,36 +11,19 @@ import argparse
 import asyncio
 import json
 import random
-import subprocess
-import sys
-from types import TracebackType
 
 from aiohttp import web
+from engine_program import EngineProgram
 
 LABEL = "bench"
 DISTINCT = 16
 
 
-class QuickEngine:
+class QuickEngine(EngineProgram):
     """The engine's process; `url` is where it answers."""
 
     def __init__(self, *, tokens: int, samples: int, delay_s: float) -> None:
-        arguments = {"tokens": tokens, "samples": samples, "delay-s": delay_s}
-        self._command = [sys.executable, __file__]
-        self._command += [part for name, value in arguments.items() for part in (f"--{name}", str(value))]
-        self.url = ""
-
-    def __enter__(self) -> QuickEngine:
-        self._process = subprocess.Popen(self._command, stdout=subprocess.PIPE, text=True)
-        assert self._process.stdout is not None
-        self.url = self._process.stdout.readline().strip()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._process.kill()
-        self._process.wait()
+        super().__init__(__file__, tokens=tokens, samples=samples, delay_s=delay_s)
 
 
 def _body(*, tokens: int, samples: int, seed: int) -> bytes:

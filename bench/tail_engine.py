@@ -14,40 +14,23 @@ import json
 import math
 import random
 import re
-import subprocess
-import sys
 import time
 import urllib.request
-from types import TracebackType
 from typing import Any
 
 from aiohttp import web
+from engine_program import EngineProgram
 
 LABEL = "bench"
 _RID = re.compile(r"u(\d+)\.\d+\.m(\d+)")
 _TOKEN, _EOS = 65, 257
 
 
-class TailEngine:
+class TailEngine(EngineProgram):
     """The engine's process; `url` is where it answers."""
 
     def __init__(self, *, median: int, sigma: float, max_tokens: int, token_s: float) -> None:
-        arguments = {"median": median, "sigma": sigma, "max-tokens": max_tokens, "token-s": token_s}
-        self._command = [sys.executable, __file__]
-        self._command += [part for name, value in arguments.items() for part in (f"--{name}", str(value))]
-        self.url = ""
-
-    def __enter__(self) -> TailEngine:
-        self._process = subprocess.Popen(self._command, stdout=subprocess.PIPE, text=True)
-        assert self._process.stdout is not None
-        self.url = self._process.stdout.readline().strip()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._process.kill()
-        self._process.wait()
+        super().__init__(__file__, median=median, sigma=sigma, max_tokens=max_tokens, token_s=token_s)
 
     def num_made(self) -> int:
         """Return how many tokens it has sampled."""
