@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import aiohttp
 from quick_engine import LABEL, QuickEngine
@@ -51,12 +52,15 @@ class Rollout:
         tokens: int,
         label: str | None,
         engine: str,
+        model: Path | None = None,
+        prompts: Sequence[str] | None = None,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        model = make_model(folder / "model", seed=0, shape=TINY)
+        """Without `model` and `prompts` a tiny model is made, and the prompts are words; `settings` beside those set here."""
+        model = model or make_model(folder / "model", seed=0, shape=TINY)
         self.store = strawflow.create(
             folder / "run",
-            prompts=[{"prompt": f"word{number}", "label": "drow"} for number in range(4096)],
+            prompts=[{"prompt": prompt, "label": "drow"} for prompt in prompts or words(4096)],
             settings={
                 "model.path": str(model),
                 "rollout.engine": engine,
@@ -73,16 +77,22 @@ class Rollout:
         self._thread = threading.Thread(target=self._work)
         self._error: BaseException | None = None
 
-    def __enter__(self) -> Rollout:
+    def __enter__(self) -> Self:
         self._publish()
-        self._thread.start()
+        self._begin()
         self.groups(1)
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._end()
+        self.store.close()
+
+    def _begin(self) -> None:
+        self._thread.start()
+
+    def _end(self) -> None:
         self._drain.request()
         self._thread.join()
-        self.store.close()
 
     def _publish(self) -> None:
         with WorkerSession(self.store.run, "train") as session:
@@ -131,35 +141,68 @@ class Rollout:
             return units.num_unfinished(connection, run.branch, purpose="train")
 
 
-def bare_client(url: str, count: int, *, params: dict[str, Any]) -> tuple[float, float]:
-    """Ask for `count` groups as plainly as can be, the answers parsed from JSON; returns (tokens, samples) a second."""
+def words(count: int) -> list[str]:
+    return [f"word{number}" for number in range(count)]
+
+
+def bare_client(
+    url: str,
+    prompts: Sequence[str],
+    *,
+    params: dict[str, Any],
+    num_at_once: int = GROUPS_AT_ONCE,
+    is_streamed: bool = False,
+) -> tuple[float, float]:
+    """Ask for a group of each prompt as plainly as can be, the answers parsed from JSON; returns (tokens, samples) a second."""
 
     async def ask() -> tuple[float, float]:
         num_tokens = 0
-        connector = aiohttp.TCPConnector(limit=GROUPS_AT_ONCE)
-        numbers = iter(range(count))
+        connector = aiohttp.TCPConnector(limit=num_at_once)
+        left = iter(prompts)
         async with aiohttp.ClientSession(connector=connector) as session:
 
             async def one_after_another() -> None:
                 nonlocal num_tokens
-                for number in numbers:
+                for prompt in left:
                     body = {
-                        "input_ids": list(f"word{number}".encode()),
+                        "input_ids": list(prompt.encode()),
                         "sampling_params": params,
                         "return_logprob": True,
-                        "stream": False,
+                        "stream": is_streamed,
                     }
                     async with session.post(f"{url}/generate", json=body) as answer:
-                        found = await answer.json()
-                        assert len(found) == SAMPLES
-                        num_tokens += sum(len(sample["output_ids"]) for sample in found)
+                        found = await (_streamed(answer) if is_streamed else _whole(answer))
+                        num_tokens += found  # not in one: others add to it during the wait
 
             started = time.perf_counter()
-            await asyncio.gather(*(one_after_another() for _ in range(GROUPS_AT_ONCE)))
+            await asyncio.gather(*(one_after_another() for _ in range(num_at_once)))
             seconds = time.perf_counter() - started
-            return num_tokens / seconds, count * SAMPLES / seconds
+            return num_tokens / seconds, len(prompts) * SAMPLES / seconds
 
     return asyncio.run(ask())
+
+
+async def _whole(answer: aiohttp.ClientResponse) -> int:
+    found = await answer.json()
+    assert len(found) == SAMPLES
+    return sum(len(sample["output_ids"]) for sample in found)
+
+
+async def _streamed(answer: aiohttp.ClientResponse) -> int:
+    """Read a streamed answer whose chunks hold the tokens since the last one; returns its number of tokens."""
+    num_tokens, ended, rest = 0, set(), b""
+    async for piece in answer.content.iter_any():
+        *events, rest = (rest + piece).split(b"\n\n")
+        for event in events:
+            data = event.removeprefix(b"data: ")
+            if data == b"[DONE]":
+                continue
+            chunk = json.loads(data)
+            num_tokens += len(chunk["output_ids"])
+            if chunk["meta_info"]["finish_reason"] is not None:
+                ended.add(chunk["index"])
+    assert len(ended) == SAMPLES
+    return num_tokens
 
 
 def quick(bench: Bench) -> Iterator[Row]:
@@ -173,7 +216,7 @@ def quick(bench: Bench) -> Iterator[Row]:
         rates = take_turns(
             {
                 "ours": lambda: count * SAMPLES / rollout.groups(count),
-                "bare": lambda: bare_client(engine.url, count, params=params)[1],
+                "bare": lambda: bare_client(engine.url, words(count), params=params)[1],
             },
             bench.rounds,
         )
@@ -319,7 +362,7 @@ def real(bench: Bench) -> Iterator[Row]:
             return (rollout.num_tokens() - before) / seconds
 
         rates = take_turns(
-            {"ours": ours, "bare": lambda: bare_client(url, count, params=params)[0]}, bench.rounds
+            {"ours": ours, "bare": lambda: bare_client(url, words(count), params=params)[0]}, bench.rounds
         )
     yield compare(
         "SGLang: tokens of groups of 8 completed durably",

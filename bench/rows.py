@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TypeVar
@@ -77,6 +77,8 @@ class Bench:
     folder: Path
     quick: bool
     rounds: int = ROUNDS
+    options: argparse.Namespace = field(default_factory=argparse.Namespace)
+    """The whole command line, for a script with options of its own."""
 
     def pick(self, quick: int, full: int) -> int:
         return quick if self.quick else full
@@ -154,7 +156,12 @@ def timed(work: Callable[[], T]) -> tuple[float, T]:
     return time.perf_counter() - started, found
 
 
-def main(description: str, sections: Mapping[str, Section]) -> int:
+def main(
+    description: str,
+    sections: Mapping[str, Section],
+    *,
+    add_options: Callable[[argparse.ArgumentParser], None] | None = None,
+) -> int:
     """Run the sections that were asked for, print their rows, and return the exit status."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -163,12 +170,15 @@ def main(description: str, sections: Mapping[str, Section]) -> int:
     parser.add_argument("--json", action="store_true", help="print the rows as JSON on standard output")
     parser.add_argument("--folder", type=Path, help="where to work; default: the folder for temporary files")
     parser.add_argument("--only", action="append", choices=list(sections), help="a section, may be repeated")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"default: {ROUNDS}")
+    if add_options is not None:
+        add_options(parser)
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that servers and folders are cleared away
     found: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="strawflow-bench-", dir=arguments.folder) as folder:
         print(machine(Path(folder)), file=sys.stderr if arguments.json else sys.stdout, flush=True)
-        bench = Bench(Path(folder), arguments.quick)
+        bench = Bench(Path(folder), arguments.quick, arguments.rounds, arguments)
         for name in arguments.only or sections:
             started = time.perf_counter()
             for row in sections[name](bench):
