@@ -42,6 +42,7 @@ WAYS = {
 ELSEWHERE = {
     "trainer.before_step": "fault/test_kill_campaign.py",
     "trainer.after_step": "fault/test_kill_campaign.py",
+    "rollout.after_save": "integration/test_saved_rollouts.py",
     "sweep.before_unlink": "contract/test_sweep.py",
     "sweep.after_unlink": "contract/test_sweep.py",
     "compact.before_commit": "contract/test_compaction.py",

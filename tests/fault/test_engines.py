@@ -34,6 +34,7 @@ def num_planned(run: Run) -> int:
     return standing(run).planned
 
 
+@pytest.mark.long
 def test_a_run_goes_on_with_the_engines_that_are_left(tmp_path: Path) -> None:
     root = tmp_path / "run"
     slow = FakeEngineOptions(model_path="somebody/elses", faults=Faults(delay_s=0.1))

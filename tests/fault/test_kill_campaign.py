@@ -170,6 +170,7 @@ def test_a_worker_killed_at_a_named_instant_every_life_changes_nothing(tmp_path:
     check_finished(root, {})
 
 
+@pytest.mark.long
 def test_the_trainer_killed_between_step_and_checkpoint_replays_the_same_batches(tmp_path: Path) -> None:
     root = tmp_path / "run"
     make_run(root, engine="fake", steps=6, seed=3).close()

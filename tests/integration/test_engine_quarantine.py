@@ -231,7 +231,8 @@ def more_prompts(run: Run, num_prompts: int) -> None:
             units.NewUnit("train", "train", u.segment_id, u.epoch + 1, u.position)
             for u in known[:num_prompts]
         ]
-        units.admit(connection, run.branch, new, first_id=units.take_ids(connection, len(new)))
+        first_id = units.take_ids(connection, len(new))
+        units.admit(connection, run.branch, new, ids=range(first_id, first_id + len(new)))
 
 
 def wait(condition: Callable[[], bool], *, seconds: float = 60.0) -> None:

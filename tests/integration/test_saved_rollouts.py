@@ -3,6 +3,7 @@ whoever goes on asks the engine only for the rest."""
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from strawflow import faults
 from strawflow.flow import rescue
 from strawflow.flow.run import Run
 from strawflow.index import continuations, events, units
@@ -56,21 +58,25 @@ def asked(engine: FakeEngine) -> list[dict[str, Any]]:
     return [b for b in bodies if b["sampling_params"]["max_new_tokens"] > 1]
 
 
-@pytest.mark.parametrize("bound", [{"save_every_s": 0.2}, {"save_every_s": 0, "save_every_tokens": 8}])
+@pytest.mark.parametrize(
+    ("bound", "fault"),
+    [({"save_every_s": 0.2}, ""), ({"save_every_s": 0, "save_every_tokens": 8}, "rollout.after_save:4")],
+)
 def test_a_killed_worker_loses_no_more_than_the_tokens_since_the_last_save(
-    make_run: Callable[..., Run], bound: dict[str, Any]
+    make_run: Callable[..., Run], bound: dict[str, Any], fault: str
 ) -> None:
     run = make_run(samples_per_prompt=1, max_response_tokens=LONG, stream_interval=4, **bound)
     with slow_engine() as engine, trainer_of(run) as publish:
         publish(0)
         command = [sys.executable, "-m", "strawflow.cli.main", "worker", "rollout", str(run.root)]
-        process = subprocess.Popen([*command, "--engine-url", engine.url])
+        environment = {**os.environ, faults.VARIABLE: fault}
+        process = subprocess.Popen([*command, "--engine-url", engine.url], env=environment)
         deadline = time.monotonic() + 40
-        while num_records(run) < 2 * NUM_UNITS:
+        while process.poll() is None and (fault or num_records(run) < 2 * NUM_UNITS):
             assert time.monotonic() < deadline, "nothing was saved"
             time.sleep(0.02)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        process.kill()
+        assert process.wait() == -signal.SIGKILL
         saved = saved_tokens(run)
         num_before = len(asked(engine))
         assert num_before == NUM_UNITS

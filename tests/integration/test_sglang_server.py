@@ -348,6 +348,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.long
 def test_killing_the_starting_process_leaves_no_process_of_the_tree(
     checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -294,7 +294,10 @@ class SglangClient:
                 method, f"{self.url}{route}", json=body, headers=routing_headers(body)
             ) as answer:
                 status, text = answer.status, await answer.text()
-                is_json = answer.content_type in _JSON_TYPES and text
+                # Plain words come under the same type as JSON that a router put together.
+                is_json = answer.content_type in _JSON_TYPES and text.startswith(("{", "[", '"'))
+                if answer.content_type == "application/json" and text:
+                    is_json = True
                 content = await answer.json(content_type=None) if is_json else text
         except (aiohttp.ClientError, TimeoutError) as error:
             reason = str(error) or type(error).__name__
