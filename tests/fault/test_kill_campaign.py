@@ -28,11 +28,16 @@ def num_planned(root: Path) -> int:
 
 
 def broken_off(policy: str) -> dict[str, Any]:
-    """Return settings of a run most of whose groups are still in flight when newer weights are published."""
+    """Return settings of a run that has groups in flight whenever newer weights are published.
+
+    A batch takes the first half of what is begun together: lengths differ widely, and the other half goes on. Steps are not
+    planned ahead, which would make its tokens too stale to go on with.
+    """
     return {
         "engine": "fake",
-        "engine_options": {"token-s": "0.1", "mean-tokens": "10"},
-        "max_response_tokens": 12,
+        "engine_options": {"token-s": "0.05", "mean-tokens": "10"},
+        "max_response_tokens": 40,
+        "schedule": "sync",
         "on_new_weights": policy,
         "max_staleness": 2,
         "over_provision": 4,
