@@ -58,6 +58,7 @@ def test_a_run_goes_on_with_the_engines_that_are_left(tmp_path: Path) -> None:
     check_finished(root, {})
 
 
+@pytest.mark.long
 def test_an_engine_added_in_the_middle_takes_over_from_one_that_is_drained(tmp_path: Path) -> None:
     root = tmp_path / "run"
     slow = FakeEngineOptions(mean_tokens=10, faults=Faults(token_s=0.1))
