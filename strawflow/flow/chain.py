@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow as pa
 
 from strawflow.errors import CorruptPackError
-from strawflow.flow.payload import arrays_of
+from strawflow.flow.payload import arrays_of, fill_in
 from strawflow.flow.placed import read_rows
 from strawflow.flow.run import Run
 from strawflow.flow.trajectory import COMPLETE_SEQ, NOT_SAMPLED, Member, UnitResult, with_every_token
@@ -164,7 +164,11 @@ def fold(records: Sequence[pa.RecordBatch]) -> pa.RecordBatch:
 
 def _by_member(rows: pa.RecordBatch) -> dict[int, list[dict[str, Any]]]:
     found: dict[int, list[dict[str, Any]]] = {}
-    for row in rows.to_pylist():
+    told = rows.to_pylist()
+    fill_in(
+        row["tensors"] for row in told
+    )  # the row that holds the data of others may be replaced by a later record
+    for row in told:
         found.setdefault(row["member"], []).append(row)
     return found
 

@@ -70,6 +70,19 @@ def arrays_of(column: pa.Array | pa.ChunkedArray) -> list[dict[str, Array] | Non
     ]
 
 
+def fill_in(cells: Iterable[list[dict[str, Any]] | None]) -> None:
+    """Give every array its data, in place, where a row before holds it: rows can then be taken from among each other.
+
+    `cells` are those of whole groups in their order, as `to_pylist` returns them.
+    """
+    known: dict[bytes, bytes] = {}
+    for told in (told for cell in cells if cell is not None for told in cell):
+        if told["data"] is None:
+            told["data"] = known.get(told["digest"])
+        else:
+            known[told["digest"]] = told["data"]
+
+
 def _cells(column: pa.Array | pa.ChunkedArray) -> Iterable[list[dict[str, Any]] | None]:
     if column.null_count == len(column):
         return [None] * len(column)

@@ -6,7 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 
@@ -122,6 +124,24 @@ def test_a_finished_member_is_kept_with_its_reward_and_one_that_began_anew_takes
     assert members[1].reward == 1.0
     assert list(members[1].response_tokens) == [10, 11, 12]
     assert list(members[0].response_tokens) == [0, 1, 2]
+
+
+def test_arrays_that_a_later_save_replaced_stay_with_the_members_that_shared_them(small: SmallRun) -> None:
+    (grant,) = small.claim(1)
+    pixels, others = np.arange(6, dtype=np.float32).reshape(2, 3), np.ones(2, np.uint8)
+
+    def save_with(*tensors: dict[str, np.ndarray[Any, Any]] | None, num_tokens: tuple[int, int]) -> None:
+        so_far = made_up_progress(grant, small.serving() or "", *num_tokens)
+        members = [replace(m, tensors=t) for m, t in zip(so_far.members, tensors, strict=True)]
+        progress = [(grant, replace(so_far, members=members))]
+        completing.save(small.session("rollout"), progress, submission_id=f"save-{so_far.seq}")
+
+    save_with({"pixels": pixels}, {"pixels": pixels}, num_tokens=(3, 3))
+    save_with({"pixels": others}, {"pixels": pixels}, num_tokens=(4, 3))
+    members = saved_members(die_and_claim(small).continuation)
+    for number, expected in ((0, others), (1, pixels)):
+        found = (members[number].tensors or {})["pixels"]
+        assert (found.dtype, found.tolist()) == (expected.dtype, expected.tolist())
 
 
 def test_completing_after_saves_ends_the_chain_and_a_requeue_starts_from_the_prompt(small: SmallRun) -> None:
