@@ -12,6 +12,7 @@ import typer
 from strawflow.cli.group import QuickGroup
 from strawflow.cli.options import JsonFlag, RunArgument, opened
 from strawflow.plural import counted
+from strawflow.states import EngineState
 
 app = typer.Typer(cls=QuickGroup, help="List a run's engines; let some come and go.", no_args_is_help=True)
 
@@ -102,40 +103,38 @@ def add(
 @app.command()
 def drain(run: RunArgument, engine: EngineArgument, as_json: JsonFlag = False) -> None:
     """Let an engine leave. It is granted nothing more; what it has in flight is parked and goes on elsewhere."""
-    from strawflow.cli import output
     from strawflow.flow import engines
 
     with opened(run) as found:
         state = engines.drain(found, engine)
-    if as_json:
-        output.print_json({"engine": engine, "state": state.value})
-    else:
-        output.say(f"engine {engine} is {state.value}")
+    _say(engine, state, f"is {state.value}", as_json=as_json)
 
 
 @app.command()
 def remove(run: RunArgument, engine: EngineArgument, as_json: JsonFlag = False) -> None:
     """Take an engine out at once. What it has in flight goes back as it was last saved, the attempts refunded."""
-    from strawflow.cli import output
     from strawflow.flow import engines
 
     with opened(run) as found:
         engines.remove(found, engine)
-    if as_json:
-        output.print_json({"engine": engine, "state": "gone"})
-    else:
-        output.say(f"engine {engine} is gone")
+    _say(engine, EngineState.GONE, "is gone", as_json=as_json)
 
 
 @app.command()
 def release(run: RunArgument, engine: EngineArgument, as_json: JsonFlag = False) -> None:
     """Try an engine in quarantine again now. It serves once it has answered some probes soundly."""
-    from strawflow.cli import output
     from strawflow.flow import engines
 
     with opened(run) as found:
         engines.release(found, engine)
+    _say(engine, EngineState.STARTING, "is tried again", as_json=as_json)
+
+
+def _say(engine: int, state: EngineState, words: str, *, as_json: bool) -> None:
+    """Tell what became of an engine."""
+    from strawflow.cli import output
+
     if as_json:
-        output.print_json({"engine": engine, "state": "starting"})
+        output.print_json({"engine": engine, "state": state.value})
     else:
-        output.say(f"engine {engine} is tried again")
+        output.say(f"engine {engine} {words}")

@@ -105,12 +105,15 @@ def standing_of(connection: Connection, *, with_gone: bool = False) -> list[Engi
 def wanted(run: Run) -> list[Slot]:
     """Return the slots that a supervisor is to keep a worker for; those that the configuration names are made first."""
     with run.index.read() as connection:
-        is_seeded = meta.find(connection, _SEEDED) is not None
-    if not is_seeded:
-        with run.index.begin() as connection:
-            _seed(connection, run)
-    with run.index.read() as connection:
-        return [slot for slot in slots.listed(connection) if not slot.is_by_hand]
+        if meta.find(connection, _SEEDED) is not None:
+            return _supervised(connection)
+    with run.index.begin() as connection:
+        _seed(connection, run)
+        return _supervised(connection)
+
+
+def _supervised(connection: Connection) -> list[Slot]:
+    return [slot for slot in slots.listed(connection) if not slot.is_by_hand]
 
 
 def _seed(connection: Connection, run: Run) -> None:
@@ -169,9 +172,7 @@ def drain(run: Run, slot_id: int) -> EngineState:
         NotFoundError: no such engine.
     """
     with run.index.begin() as connection:
-        if slots.find(connection, slot_id) is None:
-            _seed(connection, run)  # before the first start
-        slot = _found(connection, slot_id)
+        slot = _found_or_seeded(connection, run, slot_id)
         if slot.state in (EngineState.DRAINING, EngineState.GONE):
             return slot.state
         slots.move(connection, slot_id, EngineState.DRAINING, of={slot.state})
@@ -197,9 +198,7 @@ def remove(run: Run, slot_id: int) -> None:
         NotFoundError: no such engine.
     """
     with run.index.begin() as connection:
-        if slots.find(connection, slot_id) is None:
-            _seed(connection, run)  # before the first start
-        slot = _found(connection, slot_id)
+        slot = _found_or_seeded(connection, run, slot_id)
         if slot.state is EngineState.GONE:
             return
         if slot.session_id is not None:
@@ -334,6 +333,13 @@ def _found(connection: Connection, slot_id: int) -> Slot:
         known = ", ".join(str(s.slot_id) for s in slots.listed(connection)) or "none"
         raise NotFoundError(f"there is no engine {slot_id}; the run has {known}")
     return slot
+
+
+def _found_or_seeded(connection: Connection, run: Run, slot_id: int) -> Slot:
+    """Return a slot, of a run that was not started yet as well."""
+    if slots.find(connection, slot_id) is None:
+        _seed(connection, run)
+    return _found(connection, slot_id)
 
 
 def _address(url: str) -> str:

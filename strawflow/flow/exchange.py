@@ -19,8 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import compress, count
-from operator import not_
+from itertools import count
 from typing import TYPE_CHECKING
 
 from strawflow import faults
@@ -235,11 +234,12 @@ class Exchange:
             parked = frozenset(leases.park(transaction, session_id, outcomes))
         continuations.end(transaction, completed | parked)
         if to_save := [p for s in fresh for p in s.saved]:
-            outcomes = [self._outcome(p, extent_ids["progress"], stored) for p in to_save]
-            goes_on = [p.after is not None for p in to_save]
+            placed = [(p.after, self._outcome(p, extent_ids["progress"], stored)) for p in to_save]
+            first = [outcome for after, outcome in placed if after is None]
+            further = [outcome for after, outcome in placed if after is not None]
             saved = frozenset(
-                continuations.begin(transaction, session_id, compress(outcomes, map(not_, goes_on)))
-                | continuations.go_on(transaction, session_id, compress(outcomes, goes_on))
+                continuations.begin(transaction, session_id, first)
+                | continuations.go_on(transaction, session_id, further)
             )
         failed = leases.fail(
             transaction,

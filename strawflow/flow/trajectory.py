@@ -77,6 +77,11 @@ class Member:
         return (replace(self, siblings=()), *(replace(s, siblings=(), **shared) for s in self.siblings))
 
     @property
+    def is_worth_keeping(self) -> bool:
+        """Whether anything of it is worth keeping when its group is broken off, or saved while it is worked on."""
+        return bool(len(self.response_tokens)) or self.environment is not None or self.status != PARTIAL
+
+    @property
     def last(self) -> Member:
         """The segment that ends the rollout: what a reward reads."""
         return self.segments[-1]

@@ -3,7 +3,7 @@
 1. The unit's own extent is the first record, whole; the table holds those after it, in the order of (fence, seq).
 2. A save is guarded as every write of a holder is: by the fence, and a `seq` above the last.
 3. Completing, parking and starting again end the chain. A record that is left of an earlier one does no harm: each names
-   the one it goes on from, and a reader stops where that is not the one before (flow.continuation).
+   the one it goes on from, and a reader stops where that is not the one before (flow.chain).
 """
 
 from __future__ import annotations
@@ -55,8 +55,11 @@ _FIND = Prepared(
 def begin(transaction: Transaction, session_id: str, outcomes: Iterable[Outcome]) -> set[int]:
     """Save progress of held units that goes on from the prompt, in the place of any there was; returns the units it was
     done for, the others' leases were lost."""
-    rows = rows_value(o.row() for o in outcomes)
-    saved = {row[0] for row in _BEGIN.rows(transaction, session_id=session_id, rows=rows)}
+    rows = [o.row() for o in outcomes]
+    if not rows:
+        return set()
+    begun = _BEGIN.rows(transaction, session_id=session_id, rows=rows_value(rows))
+    saved = {row[0] for row in begun}
     end(transaction, saved)
     return saved
 
@@ -67,8 +70,10 @@ def go_on(transaction: Transaction, session_id: str, outcomes: Iterable[Outcome]
     `Outcome.num_tokens` is what came on top.
     """
     rows = {o.unit_id: o.row() for o in outcomes}
-    told = rows_value(rows.values())
-    saved = {row[0] for row in _GO_ON.rows(transaction, session_id=session_id, rows=told)}
+    if not rows:
+        return set()
+    gone_on = _GO_ON.rows(transaction, session_id=session_id, rows=rows_value(rows.values()))
+    saved = {row[0] for row in gone_on}
     if saved:
         _ADD.count(transaction, rows=rows_value(rows[unit_id] for unit_id in sorted(saved)))
     return saved

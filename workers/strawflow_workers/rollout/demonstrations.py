@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from strawflow.flow.claim import Grant
-from strawflow.flow.trajectory import COMPLETE_SEQ, Member, UnitResult, failed_member
+from strawflow.flow.trajectory import Member, UnitResult, failed_member
 from strawflow_workers.rollout.tokens import PromptTokenizer
 
 
@@ -25,12 +25,4 @@ def demonstration(grant: Grant, tokenizer: PromptTokenizer) -> UnitResult:
             response_text=label,
             tensors=inputs.tensors,
         )
-    return UnitResult(
-        unit_id=grant.unit_id,
-        fence=grant.fence,
-        seq=COMPLETE_SEQ,
-        prompt_tokens=inputs.tokens,
-        members=[member],
-        profile=grant.profile,
-        engine="demonstration",
-    )
+    return grant.result([member], prompt_tokens=inputs.tokens, engine="demonstration")

@@ -211,7 +211,7 @@ class UnitGenerator:
         for number, (before, generation) in underway.streamed.items():
             underway.told[number] = len(generation.output_ids)
             members[number] = _partial(number, self._joined(generation, before, grant.profile).copied())
-        return [m for _, m in sorted(members.items()) if m.status != PARTIAL or m.response_tokens]
+        return [m for _, m in sorted(members.items()) if m.is_worth_keeping]
 
     def forget(self, grant: Grant) -> None:
         """Drop what is kept of a unit that is no longer in flight."""

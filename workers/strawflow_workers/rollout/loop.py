@@ -278,9 +278,7 @@ class RolloutLoop:
         result = replace(result, seq=grant.chain.next_seq)  # it may have been saved since it was made
         if all(m.status != PARTIAL for m in result.members):
             self._finished.append(result)
-        elif self._config.rollout.partial_rollout and any(
-            m.response_tokens or m.environment is not None or m.status != PARTIAL for m in result.members
-        ):
+        elif self._config.rollout.partial_rollout and any(m.is_worth_keeping for m in result.members):
             self._broken_off.append(result)
         else:
             await self._blocking(lambda: claim.release(self._session, [grant]))

@@ -29,8 +29,6 @@ ORIGINAL_LOGPROB_VARIABLE = "SGLANG_RETURN_ORIGINAL_LOGPROB"
 MASKED_LOGPROB = -9000.0
 """At or below: a placeholder for a value that was never computed, not a probability."""
 
-_JSON_TYPES = frozenset({"application/json", "application/octet-stream"})
-"""The second is what the router says of answers that it put together from a prefill and a decode server."""
 _IDLE_S = 2.0
 """An idle connection is closed here first. SGLang's server closes it after 5 s: a request sent at that moment on a
 connection kept for longer would be lost, and cost an attempt."""
@@ -294,10 +292,9 @@ class SglangClient:
                 method, f"{self.url}{route}", json=body, headers=routing_headers(body)
             ) as answer:
                 status, text = answer.status, await answer.text()
-                # Plain words come under the same type as JSON that a router put together.
-                is_json = answer.content_type in _JSON_TYPES and text.startswith(("{", "[", '"'))
-                if answer.content_type == "application/json" and text:
-                    is_json = True
+                is_json = (
+                    bool(text) if answer.content_type == "application/json" else _is_merged(answer, text)
+                )
                 content = await answer.json(content_type=None) if is_json else text
         except (aiohttp.ClientError, TimeoutError) as error:
             reason = str(error) or type(error).__name__
@@ -314,6 +311,11 @@ class SglangClient:
         if status >= 500:
             raise EngineUnavailableError(f"{route} failed with HTTP {status}: {text:.500}", engine=self.url)
         raise EngineResponseError(f"{route} was refused with HTTP {status}: {text:.500}", engine=self.url)
+
+
+def _is_merged(answer: aiohttp.ClientResponse, text: str) -> bool:
+    """Tell whether an answer is JSON that a router put together from two servers: it names the type of plain words for it."""
+    return answer.content_type == "application/octet-stream" and text.startswith(("{", "[", '"'))
 
 
 OnProgress = Callable[[int, Generation], None]

@@ -24,7 +24,6 @@ from strawflow.flow.trajectory import PARTIAL, Member, failed_member
 from strawflow_workers.rollout.engine import ServedEngine
 from strawflow_workers.rollout.hooks.interfaces import (
     Generated,
-    GenerateHook,
     Interrupted,
     Rollout,
     Sample,
@@ -158,12 +157,15 @@ class InFlight:
         return [member for member in found if member.environment is not None]
 
 
-class HookedRollouts:
-    """Samples members by a generate hook; safe for many at a time on one event loop."""
+class CalledHook:
+    """A hook that makes rollouts, the engine it asks, and what becomes of a member by what it did."""
+
+    setting = ""
+    """The field of `rollout` that names it."""
 
     def __init__(
         self,
-        hook: GenerateHook,
+        hook: Any,
         engine: ServedEngine,
         tokenizer: PromptTokenizer,
         *,
@@ -175,6 +177,47 @@ class HookedRollouts:
         self._hook, self._engine, self._tokenizer = hook, engine, tokenizer
         self._in_flight, self._timeout_s, self._run_id = in_flight, timeout_s, run_id
 
+    def _handle(self, sample: Sample, rid: str, saved: Member | None) -> MemberEngine:
+        return MemberEngine(self._engine, self._tokenizer, sample, rid, run_id=self._run_id, saved=saved)
+
+    async def _call(self, *arguments: object) -> Any:
+        """Call the hook, as `bounded` bounds it."""
+        call = cast(Coroutine[Any, Any, Any], self._hook(*arguments))
+        return await bounded(call, self._engine, timeout_s=self._timeout_s)
+
+    def _member(self, handle: MemberEngine, found: object) -> Member:
+        """Return what the hook made of a member, whatever it is.
+
+        Raises:
+            EngineUnavailableError: the engine does not answer.
+        """
+        # A hook that asked the engine by itself does not know a response that was broken off from one that ended.
+        if handle.was_interrupted or (self._engine.is_interrupted and not handle.was_used):
+            return handle.saved
+        try:
+            return member_of(
+                handle.key[1],
+                checked_rollout(found),
+                tokenizer=self._tokenizer,
+                sampled_by=handle.may_have_sampled,
+            )
+        except Exception as error:  # what user code made of this member is wrong; the others stand
+            return self._ended(handle, error)
+
+    def _ended(self, handle: MemberEngine, error: Exception) -> Member:
+        """Return a member whose call, or rollout, came to nothing; raises as `_member`."""
+        if handle.was_interrupted:
+            return handle.saved
+        if handle.unavailable is not None:
+            raise handle.unavailable from error
+        return failed_member(handle.key[1], f"{self.setting}: {type(error).__name__}: {error}")
+
+
+class HookedRollouts(CalledHook):
+    """Samples members by a generate hook; safe for many at a time on one event loop."""
+
+    setting = "generate"
+
     async def sample(self, sample: Sample, rid: str, saved: Member | None = None) -> Member:
         """Return the member that the hook made: finished, truncated, failed with its reason, or partial when interrupted.
 
@@ -183,33 +226,17 @@ class HookedRollouts:
         Raises:
             EngineUnavailableError: the engine does not answer.
         """
-        handle = MemberEngine(self._engine, self._tokenizer, sample, rid, run_id=self._run_id, saved=saved)
+        handle = self._handle(sample, rid, saved)
         if self._engine.is_interrupted:
             return handle.saved
         with self._in_flight.during([handle]):
-            return await self._made(sample, handle)
-
-    async def _made(self, sample: Sample, handle: MemberEngine) -> Member:
-        try:
-            call = cast(Coroutine[Any, Any, Any], self._hook(sample, handle))
-            found = await bounded(call, self._engine, timeout_s=self._timeout_s)
-            # A hook that asked the engine by itself does not know a response that was broken off from one that ended.
-            if handle.was_interrupted or (self._engine.is_interrupted and not handle.was_used):
+            try:
+                found = await self._call(sample, handle)
+            except Interrupted:
                 return handle.saved
-            return member_of(
-                sample.member,
-                checked_rollout(found),
-                tokenizer=self._tokenizer,
-                sampled_by=handle.may_have_sampled,
-            )
-        except Interrupted:
-            return handle.saved
-        except Exception as error:  # whatever user code raises is the outcome of this member
-            if handle.was_interrupted:
-                return handle.saved
-            if handle.unavailable is not None:
-                raise handle.unavailable from error
-            return failed_member(sample.member, f"generate: {type(error).__name__}: {error}")
+            except Exception as error:  # whatever user code raises is the outcome of this member
+                return self._ended(handle, error)
+            return self._member(handle, found)
 
 
 async def bounded(call: Coroutine[Any, Any, Any], engine: ServedEngine, *, timeout_s: float) -> Any:

@@ -13,20 +13,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
 
-from strawflow.flow.trajectory import Member, failed_member
+from strawflow.flow.trajectory import Member
 from strawflow_workers.rollout.engine import ServedEngine
-from strawflow_workers.rollout.hooks.generated import (
-    InFlight,
-    MemberEngine,
-    bounded,
-    checked_rollout,
-    member_of,
-)
-from strawflow_workers.rollout.hooks.interfaces import GenerateGroupsHook, Interrupted, Sample
+from strawflow_workers.rollout.hooks.generated import CalledHook, MemberEngine
+from strawflow_workers.rollout.hooks.interfaces import Interrupted, Sample
 from strawflow_workers.rollout.tokens import PromptTokenizer
 
 
@@ -100,22 +93,10 @@ class GatheredClaim:
             raise
 
 
-class WholeRollouts:
+class WholeRollouts(CalledHook):
     """Samples members by a hook of whole claims; safe for many claims at a time on one event loop."""
 
-    def __init__(
-        self,
-        hook: GenerateGroupsHook,
-        engine: ServedEngine,
-        tokenizer: PromptTokenizer,
-        *,
-        in_flight: InFlight,
-        timeout_s: float,
-        run_id: str = "",
-    ) -> None:
-        """`timeout_s` bounds one call of the hook; 0: nothing does. `run_id` stands in the keys that tools are given."""
-        self._hook, self._engine, self._tokenizer = hook, engine, tokenizer
-        self._in_flight, self._timeout_s, self._run_id = in_flight, timeout_s, run_id
+    setting = "generate_groups"
 
     def gathered(self, num_groups: int) -> GatheredClaim:
         """Return what gathers the groups of one claim."""
@@ -127,7 +108,7 @@ class WholeRollouts:
         Raises:
             EngineUnavailableError: the engine does not answer.
         """
-        handles = [[self._handle(asked) for asked in group] for group in groups]
+        handles = [[self._handle(a.sample, a.rid, a.saved) for a in group] for group in groups]
         if self._engine.is_interrupted:
             return [[handle.saved for handle in group] for group in handles]
         flat = [handle for group in handles for handle in group]
@@ -135,39 +116,21 @@ class WholeRollouts:
         samples = [[asked.sample for asked in group] for group in groups]
         asked_of = [group for group in samples if group]  # of one that was parked nothing may be left to make
         try:
-            call = cast(Coroutine[Any, Any, Any], self._hook(asked_of, engines))
             with self._in_flight.during(flat):
-                found = await bounded(call, self._engine, timeout_s=self._timeout_s)
+                found = await self._call(asked_of, engines)
             made = iter(checked_nesting(found, asked_of))
             rollouts = [next(made) if group else [] for group in samples]
         except Interrupted:
             return [[handle.saved for handle in group] for group in handles]
         except Exception as error:  # whatever user code raises is the outcome of these members
-            return [[_ended(handle, error) for handle in group] for group in handles]
+            return [[self._ended(handle, error) for handle in group] for group in handles]
         return [
             [self._member(handle, one) for handle, one in zip(of_group, own, strict=True)]
             for of_group, own in zip(handles, rollouts, strict=True)
         ]
 
-    def _handle(self, asked: Asked) -> MemberEngine:
-        return MemberEngine(
-            self._engine, self._tokenizer, asked.sample, asked.rid, run_id=self._run_id, saved=asked.saved
-        )
-
     def _member(self, handle: MemberEngine, found: object) -> Member:
-        if isinstance(found, Interrupted):
-            return handle.saved
-        try:
-            if handle.was_interrupted or (self._engine.is_interrupted and not handle.was_used):
-                return handle.saved
-            return member_of(
-                handle.key[1],
-                checked_rollout(found),
-                tokenizer=self._tokenizer,
-                sampled_by=handle.may_have_sampled,
-            )
-        except Exception as error:  # what it made of this member is wrong; the others stand
-            return _ended(handle, error)
+        return handle.saved if isinstance(found, Interrupted) else super()._member(handle, found)
 
 
 def checked_nesting(found: object, samples: Sequence[Sequence[Sample]]) -> list[list[object]]:
@@ -182,12 +145,3 @@ def checked_nesting(found: object, samples: Sequence[Sequence[Sample]]) -> list[
             return [list(group) for group in found]
         raise TypeError(f"groups of {told} members came back for groups of {wanted}")
     raise TypeError(f"a list with a list for each group must come back, got {found!r:.200}")
-
-
-def _ended(handle: MemberEngine, error: Exception) -> Member:
-    """Return a member whose call, or rollout, came to nothing."""
-    if handle.was_interrupted:
-        return handle.saved
-    if handle.unavailable is not None:
-        raise handle.unavailable from error
-    return failed_member(handle.key[1], f"generate_groups: {type(error).__name__}: {error}")
