@@ -347,8 +347,9 @@ def check_schema(schema: pa.Schema, kind: str, *, path: str) -> None:
     """Raise IncompatibleFormatError when a stored schema is none that this program reads."""
     expected = schema_of(kind)
     found = {k.decode(): v.decode() for k, v in (schema.metadata or {}).items()}
+    # With its metadata: the columns of another version may have the same names and types, and mean something else.
     readable = (expected, *EARLIER.get(kind, ()))
-    if found.get("strawflow.kind") != kind or not any(schema.equals(known) for known in readable):
+    if not any(schema.equals(known, check_metadata=True) for known in readable):
         raise IncompatibleFormatError(
             f"{path} holds {found.get('strawflow.kind')!r} version {found.get('strawflow.version')!r}, "
             f"expected {kind!r} version {expected.metadata[b'strawflow.version'].decode()!r}"

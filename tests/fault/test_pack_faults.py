@@ -260,6 +260,26 @@ def test_a_flipped_bit_at_any_byte_of_a_pack_never_yields_wrong_rows(
     assert pack.place.read_bytes() == pack.content
 
 
+def test_a_flipped_bit_of_the_version_at_a_packs_head_is_another_version_to_readers_and_to_salvage(
+    tmp_path: Path,
+) -> None:
+    pack = small_pack(tmp_path, "plan")
+    name = pack.content.index(b"strawflow.version")
+    for bit in range(8 * (name - 8), 8 * (name + len("strawflow.version"))):  # its value lies before it
+        flip(pack.place, bit // 8, 1 << bit % 8)
+        was_read = read_or_refuse(pack, sealed=bit % 2 == 0)
+        target = PackWriter(
+            tmp_path, pack_id=8, path=f"packs/plan/{bit}.arrow", kind="plan", durability="process"
+        )
+        try:
+            result = salvage(tmp_path, pack.extents, target=target)
+        except IncompatibleFormatError:
+            assert not any(was_read)
+        else:
+            assert [extent.extent_id in result.moved for extent in pack.extents] == was_read
+        flip(pack.place, bit // 8, 1 << bit % 8)
+
+
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_many_flips_at_once_never_yield_wrong_rows_and_salvage_tells_them_apart(
