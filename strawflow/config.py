@@ -121,7 +121,8 @@ class RolloutSection(Section):
     """Groups admitted beyond those that the next batches take, so that a batch need not wait for its longest groups: they
     go on for the batch after it."""
     units_in_flight: int = Field(default=32, ge=1)
-    """Prompt groups one worker holds at a time."""
+    """Prompt groups one worker works on at a time. While there are plenty it leases half as many ahead, to begin without
+    waiting for the store."""
     on_new_weights: Literal["finish", "park", "continue"] = "finish"
     """What happens to groups in flight when newer weights are published. `finish`: they are answered first. `park`: they are
     broken off, stored, and go on with the new weights. `continue`: the engine pauses, loads, and goes on inside them."""

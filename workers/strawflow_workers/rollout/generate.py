@@ -154,6 +154,11 @@ class UnitGenerator:
         """Whether hooks make the rollouts, whose turns `progress` tells and `most_unsaved` does not count."""
         return self._hooked is not None or self._whole is not None
 
+    @property
+    def gathers_claims(self) -> bool:
+        """Whether a hook is called once for all groups of one claim."""
+        return self._whole is not None
+
     def gathered(self, num_groups: int) -> GatheredClaim | None:
         """Return what gathers so many groups of one claim into one call of a hook; None: there is no such hook."""
         return None if self._whole is None or not num_groups else self._whole.gathered(num_groups)

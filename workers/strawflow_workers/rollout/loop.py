@@ -8,7 +8,9 @@
    transaction each.
 4. How far units in flight have come is saved every rollout.save_every_s seconds or save_every_tokens tokens: a worker that is
    killed loses no more than that.
-5. An engine that died or goes on refusing ends the worker; what it held is rescued with its attempts refunded. A unit
+5. While there are groups enough for every worker, half as many as are in flight are leased ahead: one begins the moment
+   another ends. They are given back before other weights are loaded, and when groups get scarce.
+6. An engine that died or goes on refusing ends the worker; what it held is rescued with its attempts refunded. A unit
    that fails while the engine lives has used an attempt.
 """
 
@@ -46,7 +48,9 @@ from strawflow_workers.rollout.demonstrations import demonstration
 from strawflow_workers.rollout.engine import ServedEngine
 from strawflow_workers.rollout.generate import RolloutHooks, UnitGenerator
 from strawflow_workers.rollout.hooks.mixed import mixing_hooks
+from strawflow_workers.rollout.hooks.whole import GatheredClaim
 from strawflow_workers.rollout.profile_rewards import ProfileRewards
+from strawflow_workers.rollout.reserve import Reserve
 from strawflow_workers.rollout.sglang_client import EngineUnavailableError
 from strawflow_workers.rollout.tokens import PromptTokenizer
 
@@ -97,6 +101,7 @@ class RolloutLoop:
         self._shelf = PromptShelf(session)
         self._engine = ServedEngine(session, num_connections=1024, url=engine_url, slot_id=slot_id)
         self._in_flight: dict[asyncio.Task[UnitResult], Grant] = {}
+        self._reserve = Reserve(self._config.rollout.units_in_flight // 2)
         self._finished: list[UnitResult] = []
         self._broken_off: list[UnitResult] = []
         self._upkeep_at = 0.0
@@ -161,7 +166,10 @@ class RolloutLoop:
         if self._seen is None or time.monotonic() - self._seen.at >= LOOK_S:
             self._seen = await self._blocking(self._look)
         seen = self._seen
-        if seen.target is None or seen.target.version_id == self._engine.serving:
+        is_current = seen.target is None or seen.target.version_id == self._engine.serving
+        if not is_current or not self._is_fresh(seen.standing):
+            await self._release(self._reserve.give_up())
+        if seen.target is None or is_current:
             return await self._store_and_fill(seen.standing)
         moved = await self._store()
         if await self._make_way():
@@ -247,7 +255,8 @@ class RolloutLoop:
                 "complete",
                 lambda i: complete.complete(self._session, results, submission_id=i, wanted=wanted),
             )
-            await self._begin(grants)
+            if wanted is not None:
+                await self._take_in(grants, wanted)
         return moved
 
     async def _settle(self, task: asyncio.Task[UnitResult], grant: Grant) -> None:
@@ -281,7 +290,11 @@ class RolloutLoop:
         elif self._config.rollout.partial_rollout and any(m.is_worth_keeping for m in result.members):
             self._broken_off.append(result)
         else:
-            await self._blocking(lambda: claim.release(self._session, [grant]))
+            await self._release([grant])
+
+    async def _release(self, grants: Sequence[Grant]) -> int:
+        """Give leases back unworked; returns how many were still held."""
+        return await self._blocking(lambda: claim.release(self._session, grants)) if grants else 0
 
     async def _fail(self, grant: Grant, error: Exception) -> None:
         text = f"{type(error).__name__}: {error}"
@@ -322,26 +335,53 @@ class RolloutLoop:
             return await self._store(wanted)
         moved = await self._store()
         grants = await self._claim(wanted.limit, wanted.purposes or ())
-        await self._begin(grants)
+        await self._take_in(grants, wanted)
         return bool(grants) or moved
 
     def _wanted(self, standing: Standing) -> Wanted | None:
-        fresh = self._engine.serving_step >= standing.planned - self._config.rollout.max_staleness
-        purposes = ["eval", "train"] if fresh else ["eval"]
-        room = self._config.rollout.units_in_flight * (EVAL_UNITS_FACTOR if standing.evaluating else 1)
-        room -= len(self._in_flight)
-        if room <= 0 or self._engine.serving is None or time.monotonic() < self._claims_from:
+        is_fresh = self._is_fresh(standing)
+        limit = self._room(standing)
+        if self._finished and is_fresh and not self._generator.gathers_claims:
+            limit += self._reserve.room
+        if limit <= 0 or self._engine.serving is None or time.monotonic() < self._claims_from:
             return None
-        return Wanted(room, self._engine.serving, tuple(purposes))
+        return Wanted(limit, self._engine.serving, ("eval", "train") if is_fresh else ("eval",))
 
-    async def _begin(self, grants: list[Grant]) -> None:
-        """Start generating for what was leased."""
-        if any(grant.continuation is not None for grant in grants):
-            grants = await self._blocking(lambda: continuation.without_outdated(self._session, grants))
-        together = self._generator.gathered(len(grants))
-        for grant in grants:
-            task = asyncio.create_task(self._generator.generate(grant, together))
-            self._in_flight[task] = grant
+    def _is_fresh(self, standing: Standing) -> bool:
+        """Whether what the engine serves may sample the next batch to be planned."""
+        return self._engine.serving_step >= standing.planned - self._config.rollout.max_staleness
+
+    def _room(self, standing: Standing) -> int:
+        """How many more groups may be begun."""
+        most = self._config.rollout.units_in_flight * (EVAL_UNITS_FACTOR if standing.evaluating else 1)
+        return max(0, most - len(self._in_flight))
+
+    async def _take_in(self, grants: list[Grant], wanted: Wanted) -> None:
+        """Start generating for what was leased, as far as there is room; the rest waits in reserve."""
+        assert self._seen is not None
+        room = self._room(self._seen.standing)
+        begin, scarce = self._reserve.sort(grants, asked=wanted.limit, room=room)
+        await self._release(scarce)
+        if any(grant.continuation is not None for grant in begin):
+            begin = await self._blocking(lambda: continuation.without_outdated(self._session, begin))
+        together = self._generator.gathered(len(begin))
+        for grant in begin:
+            self._begin(grant, together)
+
+    def _begin(self, grant: Grant, together: GatheredClaim | None = None) -> None:
+        task = asyncio.create_task(self._generator.generate(grant, together))
+        self._in_flight[task] = grant
+        task.add_done_callback(self._begin_next)
+
+    def _begin_next(self, ended: asyncio.Task[UnitResult]) -> None:
+        """Begin a group of the reserve in the place of one that ended well."""
+        if ended.cancelled() or ended.exception() is not None:
+            return
+        if self._engine.is_interrupted or self._drain.requested or time.monotonic() < self._claims_from:
+            return
+        grant = self._reserve.take()
+        if grant is not None:
+            self._begin(grant)
 
     async def _claim(self, limit: int, purposes: Sequence[str]) -> list[Grant]:
         serving = self._engine.serving
@@ -389,8 +429,7 @@ class RolloutLoop:
                 await asyncio.wait_for(self._break_off(), BREAK_OFF_S)
             except (EngineError, TimeoutError) as error:
                 log.warning("the engine did not end its requests: %s", error)
-        grants = list(self._in_flight.values())
-        released = await self._blocking(lambda: claim.release(self._session, grants))
+        released = await self._release([*self._in_flight.values(), *self._reserve.give_up()])
         log.info("drained: %d units released", released)
 
     async def _first_version(self) -> WeightVersion | None:
