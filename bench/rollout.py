@@ -207,7 +207,7 @@ async def _streamed(answer: aiohttp.ClientResponse) -> int:
 
 def quick(bench: Bench) -> Iterator[Row]:
     """An engine that answers in 5 ms: how many samples a worker process completes."""
-    tokens, count = 32, bench.pick(128, 512)
+    tokens, count = 32, bench.pick(256, 1024)
     with (
         QuickEngine(tokens=tokens, samples=SAMPLES, delay_s=0.005) as engine,
         Rollout(bench.path("quick"), url=engine.url, tokens=tokens, label=LABEL, engine="fake") as rollout,
@@ -246,7 +246,7 @@ STREAMING = ("--incremental-streaming-output", "--stream-interval", "32")
 
 def saving(bench: Bench) -> Iterator[Row]:
     """Real SGLang with longer responses: what it costs to save progress every second."""
-    tokens, count = 256, bench.pick(16, 32)
+    tokens, count = bench.pick(128, 256), bench.pick(6, 32)
     folder = bench.path("saving")
     numbers = itertools.count()
     with sglang(folder, *STREAMING) as url:
@@ -273,34 +273,35 @@ def saving(bench: Bench) -> Iterator[Row]:
     )
 
 
-BATCHES, GROUPS, MEMBERS = 10, 8, 4
+GROUPS, MEMBERS = 8, 4
 MAX_TOKENS = 1000
 
 
 class TailRun:
     """A run against an engine with a long tail: its batches are planned as soon as they can be, its trainer takes no time."""
 
-    def __init__(self, folder: Path, url: str, settings: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, url: str, num_batches: int, settings: Mapping[str, Any]) -> None:
         settings = {
             "rollout.prompts_per_step": GROUPS,
             "rollout.samples_per_prompt": MEMBERS,
             "rollout.save_every_s": 0,
-            "trainer.steps": BATCHES,
+            "trainer.steps": num_batches,
             **settings,
         }
+        self._num_batches = num_batches
         self._rollout = Rollout(
             folder, url=url, tokens=MAX_TOKENS, label=None, engine="fake", settings=settings
         )
 
     def collect(self) -> tuple[float, int]:
-        """Collect BATCHES batches; returns (seconds, tokens of all that is stored, parked groups included)."""
+        """Collect all batches; returns (seconds, tokens of all that is stored, parked groups included)."""
         run = self._rollout.store.run
         with self._rollout, WorkerSession(run, "train") as train, WorkerSession(run, "assemble") as session:
             taken, role = consume.take_over(train), assemble.take_role(session)
             assert taken is not None
             assert role is not None
             started = time.perf_counter()
-            for step in range(1, BATCHES + 1):
+            for step in range(1, self._num_batches + 1):
                 while len(groups := assemble.offered(session, purpose="train", limit=GROUPS)) < GROUPS:
                     self._rollout.require_working()
                     session.mark_progress()
@@ -314,7 +315,7 @@ class TailRun:
 
 
 def tail(bench: Bench) -> Iterator[Row]:
-    """Log-normal lengths: the time to collect ten batches by over-provisioning, the tail parked, against plain synchronous."""
+    """Log-normal lengths: the time to collect batches by over-provisioning, the tail parked, against plain synchronous."""
     plain = {"rollout.schedule": "sync", "rollout.max_staleness": 0, "rollout.on_new_weights": "finish"}
     ahead = {
         "rollout.schedule": "sync",
@@ -323,12 +324,12 @@ def tail(bench: Bench) -> Iterator[Row]:
         "rollout.on_new_weights": "park",
     }
     numbers, lost = itertools.count(), []
+    num_batches, token_s = bench.pick(5, 10), bench.pick(1, 4) * 0.001
 
     def side(settings: Mapping[str, Any]) -> float:
         own = bench.path(f"tail{next(numbers)}")
-        token_s = 0.001 if bench.quick else 0.004
         with TailEngine(median=80, sigma=1.0, max_tokens=MAX_TOKENS, token_s=token_s) as engine:
-            run = TailRun(own, engine.url, settings)
+            run = TailRun(own, engine.url, num_batches, settings)
             seconds, stored = run.collect()
             if settings is ahead:
                 lost.append(float(engine.num_made() - stored))
@@ -336,7 +337,7 @@ def tail(bench: Bench) -> Iterator[Row]:
 
     times = take_turns({"plain": lambda: side(plain), "ahead": lambda: side(ahead)}, bench.rounds)
     yield compare(
-        f"{BATCHES} batches of {GROUPS} x {MEMBERS}, log-normal lengths: speed of over-provisioning by a batch, tail parked",
+        f"{num_batches} batches of {GROUPS} x {MEMBERS}, log-normal lengths: speed of over-provisioning by a batch, tail parked",
         [1 / s for s in times["ahead"]],
         "collections/s",
         against="plain synchronous",
@@ -348,7 +349,7 @@ def tail(bench: Bench) -> Iterator[Row]:
 
 def real(bench: Bench) -> Iterator[Row]:
     """Real SGLang on the CPU (or the GPU, where there is one): tokens a second behind the worker and without it."""
-    tokens, count = 64, bench.pick(32, 96)
+    tokens, count = 64, bench.pick(24, 128)
     folder = bench.path("real")
     with (
         sglang(folder) as url,

@@ -179,6 +179,12 @@ class RolloutSection(Section):
     health_timeout_s: float = Field(default=120.0, gt=0)
     """Seconds that an engine may fail its health checks, paused or hung, before its worker starts again (an engine of its own,
     too). Loading weights does not count."""
+    load_timeout_s: float = Field(default=600.0, gt=0)
+    """Seconds that an engine may take to load weights, before its worker starts again."""
+    answer_timeout_s: float = Field(default=3600.0, gt=0)
+    """Seconds without a byte of an engine's answer after which a request is given up. An answer that is not streamed
+    (attached engines without `--incremental-streaming-output`, `save_every_s` and `save_every_tokens` 0) comes all at its
+    end: make it longer than the longest response takes."""
     quarantine_after: int = Field(default=3, ge=0)
     """Groups in a row whose answers are garbage (log-probabilities or weights that cannot be) after which an engine is put in
     quarantine; 0: never for that."""

@@ -16,6 +16,7 @@ import hashlib
 import json
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -56,6 +57,8 @@ class Faults:
     """Weight updates succeed, and the old label stays."""
     die_on_update: int = 0
     """The process ends without an answer at its nth weight update."""
+    update_s: float = 0.0
+    """Seconds that each weight update takes."""
     hang: bool = False
     """/generate is never answered, until it is aborted."""
     token_s: float = 0.0
@@ -408,6 +411,7 @@ class FakeEngine:
         number, faults = self._count("update")
         if _due(faults.die_on_update, number):
             os._exit(DEATH_EXIT_CODE)
+        time.sleep(faults.update_s)
         path = Path(str(body.get("model_path")))
         if not (path / "config.json").is_file():
             return 400, {"success": False, "message": f"no config.json in {path}", "num_paused_requests": 0}

@@ -367,7 +367,9 @@ def test_rows_say_what_moves_and_what_it_frees_and_a_sweep_when_the_files_go(
         waiting = cli("storage", "sweep", small.run.root, "--json").json["waiting"]
         assert (waiting["num_packs"], waiting["num_bytes"]) == (1, size)
         assert 3000 < waiting["first_in_s"] <= 3600
-        assert waiting["last_in_s"] == pytest.approx(waiting["first_in_s"], abs=1e-3)  # each rounded by itself
+        assert waiting["last_in_s"] == pytest.approx(
+            waiting["first_in_s"], abs=1e-3
+        )  # each rounded by itself
     assert "3 named extents move to another pack" in item.why
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from strawflow.config import RunConfig
 from strawflow.flow.enqueue import EnqueueRequest, enqueue
+from strawflow.flow.progress import standing
 from strawflow.flow.run import Run, create_run, open_run
 from strawflow.flow.session import WorkerSession
 from strawflow.index import sessions, weights
@@ -143,6 +144,15 @@ def serving_engines(root: Path) -> set[str]:
             live -= {s.session_id for s in sessions.live_but_gone(connection)}
             found = weights.engines_listed(connection)
         return {e.engine_id for e in found if e.session_id in live and e.url}
+    finally:
+        run.close()
+
+
+def num_planned(root: Path) -> int:
+    """Return the last step with a stored batch."""
+    run = open_run(root)
+    try:
+        return standing(run).planned
     finally:
         run.close()
 

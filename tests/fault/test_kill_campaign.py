@@ -11,20 +11,19 @@ import pytest
 
 from strawflow.errors import AlreadyExistsError
 from strawflow.flow import assemble
-from strawflow.flow.progress import standing
 from strawflow.flow.run import open_run
 from strawflow.flow.session import WorkerSession
 from strawflow.index import packs, sessions, units
 from strawflow.states import PackState, UnitState
-from tests.fault.kill_run import SupervisedRun, campaign, check_finished, make_run, processes_of, wait_until
-
-
-def num_planned(root: Path) -> int:
-    run = open_run(root)
-    try:
-        return standing(run).planned
-    finally:
-        run.close()
+from tests.fault.kill_run import (
+    SupervisedRun,
+    campaign,
+    check_finished,
+    make_run,
+    num_planned,
+    processes_of,
+    wait_until,
+)
 
 
 def broken_off(policy: str) -> dict[str, Any]:

@@ -11,8 +11,7 @@ import pytest
 from strawflow.cli.main import main
 from strawflow.flow.run import INDEX_FILE, open_run
 from strawflow.testing.invariants import check_batches_unchanged, check_exactly_once
-from tests.fault.kill_run import SupervisedRun, check_finished, make_run, wait_until
-from tests.fault.test_kill_campaign import num_planned
+from tests.fault.kill_run import SupervisedRun, check_finished, make_run, num_planned, wait_until
 
 
 def lose_and_rebuild(root: Path, *, torn: bool) -> None:

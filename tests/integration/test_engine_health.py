@@ -1,4 +1,4 @@
-"""An engine that stops answering: a pause is waited for, a hang ends it."""
+"""An engine that stops answering: a pause is waited for, a hang ends it, also one while weights are loaded."""
 
 from __future__ import annotations
 
@@ -47,3 +47,16 @@ def test_an_engine_may_pause_and_is_ended_when_it_hangs(
         assert not processes_of(run.root), "the hung engine is left"
     with run.index.read() as connection:
         assert not units.listed(connection, run.branch, state=UnitState.FAILED)
+
+
+def test_an_engine_that_hangs_while_it_loads_weights_is_ended(make_run: Callable[..., Run]) -> None:
+    run = make_run(load_timeout_s=1.0, engine_options={"update-s": "600"})
+    with trainer_of(run) as publish:
+        publish(0)
+        with Worker(run) as worker:
+            worker.wait(lambda: len(completed(run)) == NUM_UNITS)
+            publish(1)
+            worker.ended()
+    assert isinstance(worker.error, EngineError)
+    assert "rollout.load_timeout_s" in str(worker.error)
+    assert not processes_of(run.root), "the hung engine is left"

@@ -30,6 +30,7 @@ from strawflow_workers.rollout.sglang_client import (
     EngineUnavailableError,
     GenerateRequest,
     Generation,
+    Patience,
     SglangClient,
     StreamedSample,
     parse_generation,
@@ -144,7 +145,7 @@ def test_spoiled_log_probabilities_of_every_second_request_are_errors(
 
 def test_a_failing_request_and_a_silent_engine_count_as_unavailable(engine: FakeEngine) -> None:
     async def run() -> None:
-        async with client_of(engine, timeout_s=0.3) as client:
+        async with client_of(engine, patience=Patience(generate_s=0.3)) as client:
             engine.set_faults(error_rate_every_nth=2)
             await client.generate(request())
             with pytest.raises(EngineUnavailableError, match="HTTP 500"):

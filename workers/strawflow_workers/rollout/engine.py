@@ -5,7 +5,7 @@
    token which weights sampled, and one that does not tell is never loaded so.
 3. A reload that was refused, an engine that reports other weights, or garbage in its answers to several units in a row
    puts it in quarantine; it serves again after it answered `NUM_PROBES` probes soundly.
-4. A reload without an answer ends the engine; a new one is started and asked again.
+4. A reload without an answer within `rollout.load_timeout_s` ends the engine; a new one is started and asked again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from typing import NoReturn
+from collections.abc import Coroutine
+from typing import Any, NoReturn
 
 from strawflow.errors import EngineError, EngineQuarantinedError
 from strawflow.flow import engines
@@ -35,6 +36,7 @@ from strawflow_workers.rollout.sglang_client import (
     GenerateRequest,
     Generation,
     OnProgress,
+    Patience,
     SglangClient,
 )
 
@@ -45,6 +47,8 @@ TELLS_ONLY_NEW = "incremental_streaming_output"
 NUM_PROBES = 4
 """Answers that an engine which was quarantined must give soundly before it serves again."""
 PROBE_TOKENS = 8
+MARK_S = 10.0
+"""How often a wait for weights says that it is no hang."""
 NOTE_S = 5.0
 """How often what was seen of an engine is stored."""
 
@@ -124,7 +128,11 @@ class ServedEngine:
             self._process = AttachedEngine(self._url)
         self._process.start()
         await asyncio.to_thread(self._process.wait_ready)
-        self._client = make_client(self._process, max_connections=self._num_connections)
+        self._client = make_client(
+            self._process,
+            max_connections=self._num_connections,
+            patience=Patience.of(self._session.run.config.rollout),
+        )
         info = await self._client.server_info()
         self._streams = self._url is None or bool(info.get(TELLS_ONLY_NEW))
         if self._session.run.config.rollout.saves_progress and not self._streams:
@@ -279,15 +287,26 @@ class ServedEngine:
         self.serving = None
         await self._tell(version.version_id)
         folder = self._session.run.root / version.path
-        await asyncio.to_thread(verify_weights, folder, version.digest)
+        await self._patiently(asyncio.to_thread(verify_weights, folder, version.digest))
 
     async def _load(self, version: WeightVersion) -> None:
         folder = self._session.run.root / version.path
         try:
-            await self.client.update_weights_from_disk(folder, version.version_id)
+            await self._patiently(self.client.update_weights_from_disk(folder, version.version_id))
         except EngineResponseError as error:
             await self._quarantine(error.reason)
         await self._report(await self.client.weight_version(), version)
+
+    async def _patiently(self, work: Coroutine[Any, Any, None]) -> None:
+        """Wait for what may take longer than a work loop may be silent, and has a limit of its own."""
+        task = asyncio.create_task(work)
+        try:
+            while not task.done():
+                await asyncio.wait({task}, timeout=MARK_S)
+                self._session.mark_progress()
+            task.result()
+        finally:
+            task.cancel()
 
     async def _probe_continue(self) -> bool:
         """Ask for one token, and for a pause: what an engine can do is seen, not believed."""

@@ -17,7 +17,7 @@ from strawflow.index.slots import Slot
 from strawflow.topology import EnginePlan, Placement, Topology, as_arguments, placements
 from strawflow_workers.rollout.engine_process import EngineProcess, FakeEngineProcess
 from strawflow_workers.rollout.routed_engines import Member, RoutedClient, RoutedEngines
-from strawflow_workers.rollout.sglang_client import SglangClient
+from strawflow_workers.rollout.sglang_client import Patience, SglangClient
 from strawflow_workers.rollout.sglang_server import SglangOptions, SglangServer, free_port
 
 ALONE = EnginePlan("regular", (), 0, 0)
@@ -102,11 +102,13 @@ def frozen_process(session: WorkerSession, slot: Slot) -> EngineProcess:
     return _server(session, placement.engines[0], files, bootstrap_port=0)
 
 
-def make_client(process: EngineProcess, *, max_connections: int) -> SglangClient:
+def make_client(process: EngineProcess, *, max_connections: int, patience: Patience) -> SglangClient:
     """Return the client of a started engine."""
     if isinstance(process, RoutedEngines):
-        return RoutedClient(process.url, process.member_urls, max_connections=max_connections)
-    return SglangClient(process.url, max_connections=max_connections)
+        return RoutedClient(
+            process.url, process.member_urls, max_connections=max_connections, patience=patience
+        )
+    return SglangClient(process.url, max_connections=max_connections, patience=patience)
 
 
 def _server(session: WorkerSession, plan: EnginePlan, files: _Files, *, bootstrap_port: int) -> EngineProcess:

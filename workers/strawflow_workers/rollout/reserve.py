@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from strawflow.flow.claim import Grant
 
-AFTER_S = 1.0
+AFTER_S = 0.3
 """Seconds of plenty before anything is leased ahead: every worker of a run has filled its engine by then."""
 
 

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 from strawflow.errors import EngineError
 from strawflow_workers.rollout.engine_process import EngineProcess
-from strawflow_workers.rollout.sglang_client import EngineResponseError, SglangClient
+from strawflow_workers.rollout.sglang_client import EngineResponseError, Patience, SglangClient
 from strawflow_workers.rollout.sglang_server import free_port
 
 AFFINITY = ("--policy", "manual", "--assignment-mode", "min_load")
@@ -125,9 +125,13 @@ class RoutedEngines:
 class RoutedClient(SglangClient):
     """A client that generates through the router and changes every engine."""
 
-    def __init__(self, url: str, member_urls: Sequence[str], *, max_connections: int) -> None:
-        super().__init__(url, max_connections=max_connections)
-        self._members = [SglangClient(u, max_connections=max_connections) for u in member_urls]
+    def __init__(
+        self, url: str, member_urls: Sequence[str], *, max_connections: int, patience: Patience
+    ) -> None:
+        super().__init__(url, max_connections=max_connections, patience=patience)
+        self._members = [
+            SglangClient(u, max_connections=max_connections, patience=patience) for u in member_urls
+        ]
 
     async def close(self) -> None:
         """See `SglangClient`; so are those below."""

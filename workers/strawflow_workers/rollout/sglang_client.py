@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 import aiohttp
 import numpy as np
 
+from strawflow.config import RolloutSection
 from strawflow.errors import ConfigError, EngineError, InvalidInputError
 from strawflow.flow.trajectory import MAX_LOGPROB
 from strawflow.prompts.images import data_address
@@ -29,6 +30,8 @@ ORIGINAL_LOGPROB_VARIABLE = "SGLANG_RETURN_ORIGINAL_LOGPROB"
 MASKED_LOGPROB = -9000.0
 """At or below: a placeholder for a value that was never computed, not a probability."""
 
+GENERATE, UPDATE_WEIGHTS = "/generate", "/update_weights_from_disk"
+_SETTINGS = {GENERATE: "rollout.answer_timeout_s", UPDATE_WEIGHTS: "rollout.load_timeout_s"}
 _IDLE_S = 2.0
 """An idle connection is closed here first. SGLang's server closes it after 5 s: a request sent at that moment on a
 connection kept for longer would be lost, and cost an attempt."""
@@ -114,16 +117,42 @@ def refuse_original_logprobs(environment: Mapping[str, str]) -> None:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Patience:
+    """How many seconds a client waits for a server; then EngineUnavailableError."""
+
+    generate_s: float = 3600.0
+    """For the next byte of an answer to /generate: one that is not streamed comes all at its end."""
+    load_s: float = 600.0
+    """For weights to be loaded."""
+    control_s: float = 120.0
+    """For the answer to anything else."""
+
+    @classmethod
+    def of(cls, rollout: RolloutSection) -> Patience:
+        return cls(
+            generate_s=rollout.answer_timeout_s,
+            load_s=rollout.load_timeout_s,
+            control_s=rollout.health_timeout_s,
+        )
+
+
 class SglangClient:
     """A client of one server; use as an async context manager, or call `close`.
 
     max_connections: most requests in flight at once; further calls wait their turn.
     """
 
-    def __init__(self, url: str, *, max_connections: int = 256, timeout_s: float = 600.0) -> None:
+    def __init__(self, url: str, *, max_connections: int = 256, patience: Patience | None = None) -> None:
         self.url = url.rstrip("/")
         self._max_connections = max_connections
-        self._timeout = aiohttp.ClientTimeout(total=timeout_s)
+        patience = patience or Patience()
+        self._timeout = aiohttp.ClientTimeout(total=patience.control_s)
+        self._timeout_of = {
+            # No bound for the whole: a long response may take hours.
+            GENERATE: aiohttp.ClientTimeout(total=None, sock_read=patience.generate_s),
+            UPDATE_WEIGHTS: aiohttp.ClientTimeout(total=patience.load_s),
+        }
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> SglangClient:
@@ -161,7 +190,7 @@ class SglangClient:
         body = {**request_body(request), "stream": on_progress is not None}
         if on_progress is not None:
             return await self._generate_streaming(body, request.num_samples, on_progress)
-        answer = await self._call("POST", "/generate", body)
+        answer = await self._call("POST", GENERATE, body)
         samples = answer if isinstance(answer, list) else [answer]
         if len(samples) != request.num_samples:
             raise GarbageAnswerError(
@@ -175,7 +204,10 @@ class SglangClient:
         samples = [StreamedSample(engine=self.url) for _ in range(num_samples)]
         try:
             async with self._open().post(
-                f"{self.url}/generate", json=body, headers=routing_headers(body)
+                f"{self.url}{GENERATE}",
+                json=body,
+                headers=routing_headers(body),
+                timeout=self._timeout_of[GENERATE],
             ) as answer:
                 if answer.status >= 400:
                     self._refuse("/generate", answer.status, await answer.text())
@@ -191,8 +223,8 @@ class SglangClient:
                         )
                     on_progress(place, samples[place].add(chunk))
         except (aiohttp.ClientError, TimeoutError) as error:
-            reason = str(error) or type(error).__name__
-            raise EngineUnavailableError(f"/generate broke off: {reason}", engine=self.url) from error
+            reason = _reason(error, GENERATE)
+            raise EngineUnavailableError(f"{GENERATE} broke off: {reason}", engine=self.url) from error
         except (ValueError, TypeError, AttributeError) as error:
             raise EngineResponseError(
                 f"/generate streamed what is no chunk: {error}", engine=self.url
@@ -213,7 +245,7 @@ class SglangClient:
                 "weights need a version label: without one the engine keeps the old label on the new weights"
             )
         body = {"model_path": str(path), "weight_version": version, "flush_cache": True}
-        answer = await self._call("POST", "/update_weights_from_disk", body)
+        answer = await self._call("POST", UPDATE_WEIGHTS, body)
         if not (isinstance(answer, dict) and answer.get("success") is True):
             raise EngineResponseError(
                 f"weights were not loaded from {path}: {answer}", engine=self.url, version=version
@@ -289,7 +321,11 @@ class SglangClient:
     async def _call(self, method: str, route: str, body: Mapping[str, Any] | None) -> Any:
         try:
             async with self._open().request(
-                method, f"{self.url}{route}", json=body, headers=routing_headers(body)
+                method,
+                f"{self.url}{route}",
+                json=body,
+                headers=routing_headers(body),
+                timeout=self._timeout_of.get(route, self._timeout),
             ) as answer:
                 status, text = answer.status, await answer.text()
                 is_json = (
@@ -297,7 +333,7 @@ class SglangClient:
                 )
                 content = await answer.json(content_type=None) if is_json else text
         except (aiohttp.ClientError, TimeoutError) as error:
-            reason = str(error) or type(error).__name__
+            reason = _reason(error, route)
             raise EngineUnavailableError(f"{route} got no answer: {reason}", engine=self.url) from error
         except ValueError as error:
             raise EngineResponseError(
@@ -311,6 +347,12 @@ class SglangClient:
         if status >= 500:
             raise EngineUnavailableError(f"{route} failed with HTTP {status}: {text:.500}", engine=self.url)
         raise EngineResponseError(f"{route} was refused with HTTP {status}: {text:.500}", engine=self.url)
+
+
+def _reason(error: Exception, route: str) -> str:
+    if isinstance(error, TimeoutError):
+        return f"waited longer than {_SETTINGS.get(route, 'rollout.health_timeout_s')}"
+    return str(error) or type(error).__name__
 
 
 def _is_merged(answer: aiohttp.ClientResponse, text: str) -> bool:
