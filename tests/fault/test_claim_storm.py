@@ -11,6 +11,8 @@ from strawflow.testing.postgres import PostgresServer
 from strawflow.testing.runs import SmallRun
 from tests.fault.store_worker import Nest, Order, StoreWorker, assert_all_done_once, wide_run
 
+pytestmark = pytest.mark.alone
+
 SLOWEST_S = 50.0
 """Below the 60 s after which SQLite gives up waiting for the lock. On two cores that others kept busy as well the slowest
 of 64,000 calls took 34 s: SQLite's waiters sleep for up to 0.1 s at a time and do not queue."""

@@ -24,6 +24,8 @@ from tests.fault.store_worker import (
     wide_run,
 )
 
+pytestmark = pytest.mark.alone
+
 SKEW_S = 600
 
 TTL_S, GRACE_S = 2.5, 0.2

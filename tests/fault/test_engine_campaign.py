@@ -20,6 +20,8 @@ from strawflow.index import events, weights
 from strawflow.testing.invariants import check_batches_unchanged, check_exactly_once
 from tests.fault.kill_run import SupervisedRun, check_finished, make_run, wait_until
 
+pytestmark = pytest.mark.alone
+
 FAULTS: dict[str, dict[str, Any]] = {
     "errors": {"error_rate_every_nth": 2},
     "stalls": {"hang": True},

@@ -24,6 +24,8 @@ from strawflow_workers.rollout.loop import RolloutLoop
 from tests.fault.kill_run import SupervisedRun, check_finished, make_run, wait_until
 from tests.integration.rollout_runs import Worker, trainer_of
 
+pytestmark = pytest.mark.alone
+
 
 def num_generated(engine: FakeEngine) -> int:
     with urllib.request.urlopen(f"{engine.url}/faults", timeout=10) as answer:

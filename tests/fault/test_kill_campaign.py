@@ -25,6 +25,8 @@ from tests.fault.kill_run import (
     wait_until,
 )
 
+pytestmark = pytest.mark.alone
+
 
 def broken_off(policy: str) -> dict[str, Any]:
     """Return settings of a run that has groups in flight whenever newer weights are published.

@@ -21,6 +21,8 @@ from tests.fault.kill_run import (
     wait_until,
 )
 
+pytestmark = pytest.mark.alone
+
 
 @pytest.mark.parametrize(
     ("parts", "steps"),

@@ -25,6 +25,8 @@ from tests.fault.store_worker import (
     wide_run,
 )
 
+pytestmark = pytest.mark.alone
+
 
 @pytest.fixture(scope="module")
 def nest(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nest]:

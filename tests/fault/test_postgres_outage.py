@@ -15,6 +15,8 @@ from strawflow.flow import rescue
 from strawflow.testing.postgres import PostgresServer, running_server
 from tests.fault.store_worker import Nest, Order, StoreWorker, assert_all_done_once, wide_run
 
+pytestmark = pytest.mark.alone
+
 HELD_UP = "SELECT pid FROM pg_stat_activity WHERE wait_event = 'SyncRep'"
 
 

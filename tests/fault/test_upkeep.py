@@ -22,6 +22,8 @@ from strawflow.testing.runs import SmallRun, small_run
 from tests.contract.stored import end_sessions, pack_files, upkeep
 from tests.fault.store_worker import Nest, Order, StoreWorker
 
+pytestmark = pytest.mark.alone
+
 STEPS = 9
 PROMPTS = 8
 

@@ -32,6 +32,8 @@ from tests.fault.store_worker import (
     wide_run,
 )
 
+pytestmark = pytest.mark.alone
+
 TTL_S, GRACE_S = 1.0, 0.2
 
 LEASE = {

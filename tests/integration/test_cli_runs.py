@@ -22,6 +22,8 @@ from strawflow.testing.runs import prompt_lines
 from strawflow_workers.rollout.sglang_flags import ROUTER, check_flags
 from tests.conftest import CliResult
 
+pytestmark = pytest.mark.alone
+
 Cli = Callable[..., CliResult]
 
 

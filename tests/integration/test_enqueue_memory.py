@@ -13,6 +13,8 @@ from strawflow.config import RunConfig
 from strawflow.flow.run import create_run, open_run
 from strawflow.index import datasets
 
+pytestmark = pytest.mark.alone
+
 LIMIT_BYTES = 300 * 1024 * 1024
 PROGRAM = """
 import sys

@@ -19,6 +19,8 @@ from strawflow_workers.trainer import checkpoints
 from strawflow_workers.trainer.megatron import MegatronTrainer
 from tests.integration.megatron_cases import GRPO, SFT, make_hf, make_step
 
+pytestmark = pytest.mark.alone
+
 PLAN = ("sft", "sft", "save", "sft", "stage", "grpo", "save", "grpo", "grpo")
 """A run: training steps by objective, the change of stage, and the two places where a checkpoint is taken."""
 

@@ -41,6 +41,8 @@ from tests.integration.rollout_runs import NUM_SAMPLES, NUM_UNITS, Worker, compl
 from tests.integration.test_hooks import units_of
 from tests.integration.test_stale_groups import assembler, fates
 
+pytestmark = pytest.mark.alone
+
 HERE = "tests.integration.own_hooks:"
 PLACE = 300
 """The token that stands for an image."""

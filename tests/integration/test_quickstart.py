@@ -13,6 +13,8 @@ from strawflow.flow.run import open_run
 from strawflow.testing.invariants import check_exactly_once
 from tests.readme import without_strawflow
 
+pytestmark = pytest.mark.alone
+
 RUN = Path("runs/quickstart")
 STEPS = 3
 

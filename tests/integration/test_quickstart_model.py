@@ -24,6 +24,8 @@ from strawflow_workers.quickstart.model import (
 from strawflow_workers.quickstart.task import TaskFiles, export_task, task_named, task_names
 from strawflow_workers.rollout.rewards.verifiers import load_verifier
 
+pytestmark = pytest.mark.alone
+
 KEYS = PromptKeys("prompt", "label", "metadata")
 UNICODE = [
     "",

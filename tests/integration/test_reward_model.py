@@ -15,6 +15,8 @@ from strawflow_workers.rollout.rewards.scorer import RewardScorer, ScorerOptions
 from strawflow_workers.rollout.rewards.spec import RewardOutcome, RewardRequest, RewardSpec
 from strawflow_workers.rollout.sglang_server import SglangOptions, SglangServer
 
+pytestmark = pytest.mark.alone
+
 PROMPT = [256, 5, 7, 9]
 RESPONSES = [[11, 40, 257], [12], [*range(60, 100)], [11, 40, 257]]
 BIAS = 0.25

@@ -30,7 +30,7 @@ from strawflow_workers.rollout.tokens import PromptTokenizer
 from tests.integration import own_hooks
 from tests.integration.test_turns import unbroken_and_broken
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(900)]
 
 PROMPTS = [[256, 5, 7, 9, 11], [256, 40], [256, *range(60, 100)], [256, 5, 7, 9, 13], [256, 3, 3, 3, 3, 3, 3]]
 LABELS = {"first": "main.f1.0.aa", "second": "main.f1.1.bb"}

@@ -22,6 +22,8 @@ from strawflow_workers.supervisor import Supervisor
 from tests.fault.kill_run import wait_until
 from tests.integration.rollout_runs import NUM_UNITS, Worker, completed, rows_of, trainer_of
 
+pytestmark = pytest.mark.alone
+
 
 def asked_of(url: str) -> list[dict[str, Any]]:
     with urllib.request.urlopen(f"{url}/requests", timeout=10) as answer:

@@ -23,6 +23,8 @@ from tests.integration import own_hooks, rollout_runs
 from tests.integration.rollout_runs import NUM_SAMPLES, NUM_UNITS, Worker, completed, rows_of, trainer_of
 from tests.integration.test_hooks import of_members, units_of
 
+pytestmark = pytest.mark.alone
+
 HERE = "tests.integration.own_hooks:"
 OF_A_ROW = ("unit_id", "member", "segment", "fence", "engine")
 ONE = {"prompts": 1, "steps": 1, "prompts_per_step": 1, "samples_per_prompt": 1, "max_response_tokens": 40}
