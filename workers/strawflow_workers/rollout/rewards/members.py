@@ -24,6 +24,7 @@ class MemberRewards:
         self._prompt = prompt
         self._prompt_tokens = prompt_tokens
         self._waits = scorer.waits_for_group(prompt.metadata)
+        self._is_settled = not self._waits and not scorer.post_processes
 
     async def reward(self, member: Member) -> Member:
         """Return the member with its reward; unchanged where it has failed or not ended, or its group is scored as a whole.
@@ -41,7 +42,7 @@ class MemberRewards:
         Raises:
             WorkerFailedError: no reward can be scored any more.
         """
-        if any(member.status == PARTIAL for member in members):
+        if self._is_settled or any(member.status == PARTIAL for member in members):
             return list(members)
         sound = [member for member in members if member.status != "failed"]
         outcomes = await self._scorer.settle_group(

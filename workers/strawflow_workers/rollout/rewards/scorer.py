@@ -98,6 +98,11 @@ class RewardScorer:
             await asyncio.gather(self._pool_starting, return_exceptions=True)  # whoever asked was told
         await self._servers.close()
 
+    @property
+    def post_processes(self) -> bool:
+        """Whether the rewards of a group are processed together once it is scored."""
+        return bool(self._spec.post_process)
+
     def waits_for_group(self, metadata: str | None) -> bool:
         """Whether the members of a row with this metadata are scored together, by `settle_group` alone."""
         try:
