@@ -121,8 +121,8 @@ class RolloutSection(Section):
     """Groups admitted beyond those that the next batches take, so that a batch need not wait for its longest groups: they
     go on for the batch after it."""
     units_in_flight: int = Field(default=32, ge=1)
-    """Prompt groups one worker works on at a time. While there are plenty it leases half as many ahead, to begin without
-    waiting for the store."""
+    """Prompt groups that one worker asks its engine for at a time. It holds up to as many again that wait for their rewards,
+    and while there are plenty it leases as many ahead, to begin one the moment another has its responses."""
     on_new_weights: Literal["finish", "park", "continue"] = "finish"
     """What happens to groups in flight when newer weights are published. `finish`: they are answered first. `park`: they are
     broken off, stored, and go on with the new weights. `continue`: the engine pauses, loads, and goes on inside them."""

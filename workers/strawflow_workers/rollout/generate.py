@@ -14,7 +14,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -127,9 +127,14 @@ class UnitGenerator:
         rewards: ProfileRewards,
         tokenizer: PromptTokenizer,
         hooks: RolloutHooks | None = None,
+        *,
+        on_sampled: Callable[[Grant], None] | None = None,
     ) -> None:
+        """`on_sampled` is called when a unit has all it asked of the engine and goes on to its rewards; a member that failed
+        may be asked for once more."""
         self._engine, self._rewards, self._tokenizer = engine, rewards, tokenizer
         hooks = hooks or RolloutHooks()
+        self._on_sampled = on_sampled or (lambda _: None)
         self._underway: dict[tuple[int, int], _Underway] = {}
         self.most_unsaved = 0
         """Most tokens that any response has got since `progress` was last asked for."""
@@ -277,13 +282,16 @@ class UnitGenerator:
                 )
                 for number in numbers
             ]
-            return list(await asyncio.gather(*calls))
+            members = list(await asyncio.gather(*calls))
+            self._on_sampled(grant)
+            return members
         alone = [n for n in numbers if n in begun and begun[n].response_tokens]
         fresh = [n for n in numbers if n not in alone]
         groups = [[n] for n in alone] + ([fresh] if fresh else [])
         sampled = await asyncio.gather(
             *(self._sample(grant, prompt_tokens, group, begun) for group in groups)
         )
+        self._on_sampled(grant)
         return [
             self._member(number, answer)
             for group, found in zip(groups, sampled, strict=True)

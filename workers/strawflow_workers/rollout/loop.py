@@ -8,8 +8,8 @@
    transaction each.
 4. How far units in flight have come is saved every rollout.save_every_s seconds or save_every_tokens tokens: a worker that is
    killed loses no more than that.
-5. While there are groups enough for every worker, half as many as are in flight are leased ahead: one begins the moment
-   another ends. They are given back before other weights are loaded, and when groups get scarce.
+5. While there are groups enough for every worker, as many again are leased ahead: one begins the moment another has its
+   responses, before its rewards and the store. They are given back before other weights are loaded, and when groups get scarce.
 6. An engine that died or goes on refusing ends the worker; what it held is rescued with its attempts refunded. A unit
    that fails while the engine lives has used an attempt.
 """
@@ -101,7 +101,9 @@ class RolloutLoop:
         self._shelf = PromptShelf(session)
         self._engine = ServedEngine(session, num_connections=1024, url=engine_url, slot_id=slot_id)
         self._in_flight: dict[asyncio.Task[UnitResult], Grant] = {}
-        self._reserve = Reserve(self._config.rollout.units_in_flight // 2)
+        self._being_scored: set[int] = set()
+        """Units in flight that ask nothing of the engine any more."""
+        self._reserve = Reserve(self._config.rollout.units_in_flight)
         self._finished: list[UnitResult] = []
         self._broken_off: list[UnitResult] = []
         self._upkeep_at = 0.0
@@ -130,7 +132,9 @@ class RolloutLoop:
         starting = asyncio.create_task(self._engine.start(version))
         try:
             async with ProfileRewards(self._config) as rewards:
-                self._generator = UnitGenerator(self._engine, rewards, self._tokenizer, hooks)
+                self._generator = UnitGenerator(
+                    self._engine, rewards, self._tokenizer, hooks, on_sampled=self._go_on
+                )
                 await self._work(starting)
         finally:
             starting.cancel()
@@ -217,6 +221,7 @@ class RolloutLoop:
             done, _ = await asyncio.wait(self._in_flight, timeout=IDLE_S, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 grant = self._in_flight.pop(task)
+                self._being_scored.discard(grant.unit_id)
                 await self._settle(task, grant)
                 self._generator.forget(grant)
 
@@ -352,9 +357,9 @@ class RolloutLoop:
         return self._engine.serving_step >= standing.planned - self._config.rollout.max_staleness
 
     def _room(self, standing: Standing) -> int:
-        """How many more groups may be begun."""
+        """How many more groups may be begun: those that wait for their rewards leave theirs to others, up to as many again."""
         most = self._config.rollout.units_in_flight * (EVAL_UNITS_FACTOR if standing.evaluating else 1)
-        return max(0, most - len(self._in_flight))
+        return max(0, most - len(self._in_flight) + min(most, len(self._being_scored)))
 
     async def _take_in(self, grants: list[Grant], wanted: Wanted) -> None:
         """Start generating for what was leased, as far as there is room; the rest waits in reserve."""
@@ -371,17 +376,16 @@ class RolloutLoop:
     def _begin(self, grant: Grant, together: GatheredClaim | None = None) -> None:
         task = asyncio.create_task(self._generator.generate(grant, together))
         self._in_flight[task] = grant
-        task.add_done_callback(self._begin_next)
 
-    def _begin_next(self, ended: asyncio.Task[UnitResult]) -> None:
-        """Begin a group of the reserve in the place of one that ended well."""
-        if ended.cancelled() or ended.exception() is not None:
-            return
+    def _go_on(self, sampled: Grant) -> None:
+        """Begin a group of the reserve in the place of one that has its responses."""
+        self._being_scored.add(sampled.unit_id)
         if self._engine.is_interrupted or self._drain.requested or time.monotonic() < self._claims_from:
             return
-        grant = self._reserve.take()
-        if grant is not None:
-            self._begin(grant)
+        if self._seen is not None and self._room(self._seen.standing):
+            grant = self._reserve.take()
+            if grant is not None:
+                self._begin(grant)
 
     async def _claim(self, limit: int, purposes: Sequence[str]) -> list[Grant]:
         serving = self._engine.serving

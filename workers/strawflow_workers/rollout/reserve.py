@@ -1,4 +1,4 @@
-"""Groups leased ahead of their turn, so that one begins the moment another ends instead of after the store of its results.
+"""Groups leased ahead of their turn, so that one begins the moment another has its responses, not after the store of them.
 
 1. Only fresh groups wait here: evaluation, and groups with saved progress, begin as soon as they are leased.
 2. Nothing is leased ahead while other workers may lack work: not within `AFTER_S` of the last claim that got less than it

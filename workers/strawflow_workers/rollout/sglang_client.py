@@ -33,6 +33,7 @@ MASKED_LOGPROB = -9000.0
 
 GENERATE, UPDATE_WEIGHTS = "/generate", "/update_weights_from_disk"
 _SETTINGS = {GENERATE: "rollout.answer_timeout_s", UPDATE_WEIGHTS: "rollout.load_timeout_s"}
+_LARGE_BYTES = 64 * 1024
 _IDLE_S = 2.0
 """An idle connection is closed here first. SGLang's server closes it after 5 s: a request sent at that moment on a
 connection kept for longer would be lost, and cost an attempt."""
@@ -118,6 +119,18 @@ def refuse_original_logprobs(environment: Mapping[str, str]) -> None:
         )
 
 
+def _parsed(raw: bytes) -> Any:
+    """Parse JSON as quickly as can be.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        return orjson.loads(raw)
+    except orjson.JSONDecodeError:  # or an engine says NaN, which is garbage of another kind
+        return json.loads(raw)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Patience:
     """How many seconds a client waits for a server; then EngineUnavailableError."""
@@ -191,13 +204,20 @@ class SglangClient:
         body = {**request_body(request), "stream": on_progress is not None}
         if on_progress is not None:
             return await self._generate_streaming(body, request.num_samples, on_progress)
-        answer = await self._call("POST", GENERATE, body)
-        samples = answer if isinstance(answer, list) else [answer]
-        if len(samples) != request.num_samples:
-            raise GarbageAnswerError(
-                f"{len(samples)} samples instead of {request.num_samples}", engine=self.url
-            )
-        return [parse_generation(sample, engine=self.url) for sample in samples]
+
+        def parse(raw: bytes) -> list[Generation]:
+            answer = _parsed(raw)
+            samples = answer if isinstance(answer, list) else [answer]
+            if len(samples) != request.num_samples:
+                raise GarbageAnswerError(
+                    f"{len(samples)} samples instead of {request.num_samples}", engine=self.url
+                )
+            return [parse_generation(sample, engine=self.url) for sample in samples]
+
+        found: list[Generation] | str = await self._call("POST", GENERATE, body, parse)
+        if isinstance(found, str):
+            raise EngineResponseError(f"{GENERATE} answered {found!r:.200}, not JSON", engine=self.url)
+        return found
 
     async def _generate_streaming(
         self, body: Mapping[str, Any], num_samples: int, on_progress: OnProgress
@@ -319,7 +339,14 @@ class SglangClient:
             )
         return answer
 
-    async def _call(self, method: str, route: str, body: Mapping[str, Any] | None) -> Any:
+    async def _call(
+        self,
+        method: str,
+        route: str,
+        body: Mapping[str, Any] | None,
+        parse: Callable[[bytes], Any] = _parsed,
+    ) -> Any:
+        """Return what `parse` makes of the JSON in an answer, or its text if it holds none."""
         try:
             async with self._open().request(
                 method,
@@ -330,7 +357,12 @@ class SglangClient:
             ) as answer:
                 status, content_type, raw = answer.status, answer.content_type, await answer.read()
             is_json = status < 400 and bool(raw) and _holds_json(content_type, raw)
-            content = _parsed(raw) if is_json else raw.decode(errors="replace")
+            if not is_json:
+                content = raw.decode(errors="replace")
+            elif len(raw) < _LARGE_BYTES:
+                content = parse(raw)
+            else:  # groups that were begun together end together: the next should not wait until all are parsed
+                content = await asyncio.to_thread(parse, raw)
         except (aiohttp.ClientError, TimeoutError) as error:
             reason = _reason(error, route)
             raise EngineUnavailableError(f"{route} got no answer: {reason}", engine=self.url) from error
@@ -359,18 +391,6 @@ def _holds_json(content_type: str, raw: bytes) -> bool:
     if content_type == "application/octet-stream":
         return raw.startswith((b"{", b"[", b'"'))
     return content_type == "application/json"
-
-
-def _parsed(raw: bytes) -> Any:
-    """Parse JSON as quickly as can be.
-
-    Raises:
-        ValueError: it is none.
-    """
-    try:
-        return orjson.loads(raw)
-    except orjson.JSONDecodeError:  # or an engine says NaN, which is garbage of another kind
-        return json.loads(raw)
 
 
 OnProgress = Callable[[int, Generation], None]
