@@ -181,10 +181,10 @@ class RolloutSection(Section):
     too). Loading weights does not count."""
     load_timeout_s: float = Field(default=600.0, gt=0)
     """Seconds that an engine may take to load weights, before its worker starts again."""
-    answer_timeout_s: float = Field(default=3600.0, gt=0)
-    """Seconds without a byte of an engine's answer after which a request is given up. An answer that is not streamed
-    (attached engines without `--incremental-streaming-output`, `save_every_s` and `save_every_tokens` 0) comes all at its
-    end: make it longer than the longest response takes."""
+    answer_timeout_s: float = Field(default=600.0, gt=0)
+    """Seconds without a byte of an engine's answer after which a request is given up, and its unit tried again. An answer
+    that is not streamed (attached engines without `--incremental-streaming-output`, or nothing saved) comes all at its end:
+    make it longer than the longest response takes then."""
     quarantine_after: int = Field(default=3, ge=0)
     """Groups in a row whose answers are garbage (log-probabilities or weights that cannot be) after which an engine is put in
     quarantine; 0: never for that."""

@@ -90,6 +90,8 @@ def test_engines_that_fail_in_every_way_lose_and_repeat_nothing(tmp_path: Path) 
         max_staleness=2,
         max_attempts=30,
         health_timeout_s=3.0,
+        answer_timeout_s=4.0,
+        load_timeout_s=4.0,
     ).close()
     rng = random.Random(11)
     rng.shuffle(names)

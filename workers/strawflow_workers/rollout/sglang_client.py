@@ -135,7 +135,7 @@ def _parsed(raw: bytes) -> Any:
 class Patience:
     """How many seconds a client waits for a server; then EngineUnavailableError."""
 
-    generate_s: float = 3600.0
+    generate_s: float = 600.0
     """For the next byte of an answer to /generate: one that is not streamed comes all at its end."""
     load_s: float = 600.0
     """For weights to be loaded."""
