@@ -9,7 +9,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from strawflow.config import RunConfig
@@ -133,6 +134,21 @@ def processes_of(root: Path) -> dict[int, str]:
             if kind != "supervise":
                 found[int(entry.name)] = kind
     return found
+
+
+@contextmanager
+def standing_still(root: Path) -> Iterator[None]:
+    """Stop a run's workers while it is looked at by several questions, which must see one moment."""
+    workers = [pid for pid, kind in processes_of(root).items() if kind != "engine"]
+    for pid in workers:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in workers:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
 
 
 def serving_engines(root: Path) -> set[str]:

@@ -18,7 +18,7 @@ from strawflow.flow.progress import standing
 from strawflow.flow.run import Run, open_run
 from strawflow.index import events, weights
 from strawflow.testing.invariants import check_batches_unchanged, check_exactly_once
-from tests.fault.kill_run import SupervisedRun, check_finished, make_run, wait_until
+from tests.fault.kill_run import SupervisedRun, check_finished, make_run, standing_still, wait_until
 
 pytestmark = pytest.mark.alone
 
@@ -114,8 +114,9 @@ def test_engines_that_fail_in_every_way_lose_and_repeat_nothing(tmp_path: Path) 
             what=f"batches after {name}",
         )
         recovered_s.append(time.monotonic() - healed_at)
-        digests = check_batches_unchanged(digests, run)
-        check_exactly_once(run, finished=False)
+        with standing_still(root):
+            digests = check_batches_unchanged(digests, run)
+            check_exactly_once(run, finished=False)
     supervised.finish(seconds=600)
     with run.index.read() as connection:
         told = Counter(events.count_by_name(connection))

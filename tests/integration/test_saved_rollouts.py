@@ -156,3 +156,23 @@ def test_without_partial_rollout_nothing_is_saved_or_streamed(make_run: Callable
             worker.wait(lambda: len(completed(run)) >= NUM_UNITS)
         assert not any(b["stream"] for b in asked(engine))
     assert not list(run.root.glob("packs/progress/*"))
+
+
+def test_nothing_is_saved_of_an_answer_whose_end_is_garbage(make_run: Callable[..., Run]) -> None:
+    run = make_run(
+        samples_per_prompt=2,
+        max_response_tokens=12,
+        stream_interval=4,
+        save_every_s=0.01,
+        quarantine_after=0,
+        steps=1,
+    )
+    # Only the last chunk tells that weights of nobody sampled it: its tokens have no versions then.
+    with slow_engine(odd_version=1, token_s=0.02) as engine, trainer_of(run) as publish:
+        publish(0)
+        with Worker(run, engine_url=engine.url) as worker:
+            worker.wait(lambda: len(completed(run)) == NUM_UNITS)
+    rows = rows_of(run)
+    assert {row["status"] for row in rows} == {"failed"}
+    assert all("of nobody" in row["failure"] for row in rows)
+    assert num_records(run) == 0

@@ -65,9 +65,11 @@ class _Response:
             self.finish_reason,
         )
 
-    def copied(self) -> _Response:
-        """Return it with lists of its own: those of a streamed answer grow."""
-        return self.kept(len(self.tokens), self.finish_reason)
+    @classmethod
+    def of(cls, generation: Generation) -> _Response:
+        return cls(
+            generation.output_ids, generation.logprobs, generation.weight_versions, generation.finish_reason
+        )
 
     def kept(self, num_tokens: int, finish_reason: str) -> _Response:
         return _Response(
@@ -78,6 +80,19 @@ class _Response:
 _NOTHING = _Response([], [], [], "abort")
 
 
+@dataclass(frozen=True)
+class _Streamed:
+    """What is being sampled: what it goes on from, and what came since. Its lists grow with what the engine says next, which may
+    be garbage: only the first `num_tokens` were looked at."""
+
+    before: Member | None
+    response: _Response
+    num_tokens: int
+
+    def sound(self) -> _Response:
+        return self.response.kept(self.num_tokens, self.response.finish_reason)
+
+
 @dataclass
 class _Underway:
     """How far one unit in flight has come."""
@@ -85,8 +100,8 @@ class _Underway:
     prompt_tokens: list[int]
     members: dict[int, Member]
     """Those saved before, and those that have ended since."""
-    streamed: dict[int, tuple[Member | None, Generation]] = field(default_factory=dict)
-    """What is being sampled, by member: what it goes on from, and what came since."""
+    streamed: dict[int, _Streamed] = field(default_factory=dict)
+    """What is being sampled, by member."""
     told: dict[int, int] = field(default_factory=dict)
     """How many tokens of those there were when progress was last asked for."""
 
@@ -218,9 +233,10 @@ class UnitGenerator:
 
     def _so_far(self, grant: Grant, underway: _Underway) -> list[Member]:
         members = underway.members | {m.member: m for m in self._in_flight.saved(grant.unit_id)}
-        for number, (before, generation) in underway.streamed.items():
-            underway.told[number] = len(generation.output_ids)
-            members[number] = _partial(number, self._joined(generation, before, grant.profile).copied())
+        for number, streamed in underway.streamed.items():
+            underway.told[number] = streamed.num_tokens
+            response = self._joined(streamed.sound(), streamed.before, grant.profile)
+            members[number] = _partial(number, response)
         return [m for _, m in sorted(members.items()) if m.is_worth_keeping]
 
     def forget(self, grant: Grant) -> None:
@@ -313,8 +329,9 @@ class UnitGenerator:
                 self._request(grant, prompt_tokens, numbers, before),
                 on_progress=self._teller(grant, numbers, before),
             )
-            return [self._joined(found, before, grant.profile) for found in generations]
+            return [self._joined(_Response.of(found), before, grant.profile) for found in generations]
         except EngineResponseError as error:
+            self._forget_streamed(grant, numbers)
             if len(numbers) == 1:
                 return [error]
         alone = [self._sample(grant, prompt_tokens, [number], begun) for number in numbers]
@@ -332,7 +349,9 @@ class UnitGenerator:
 
         def tell(place: int, generation: Generation) -> None:
             number = numbers[place]
-            underway.streamed[number] = (before, generation)
+            underway.streamed[number] = _Streamed(
+                before, _Response.of(generation), len(generation.output_ids)
+            )
             self.most_unsaved = max(self.most_unsaved, len(generation.output_ids) - underway.told[number])
 
         return tell
@@ -348,10 +367,14 @@ class UnitGenerator:
             return whole.kept(profile.max_response_tokens, "length")
         return None
 
-    def _joined(self, generation: Generation, before: Member | None, profile: SamplingProfile) -> _Response:
-        found = _Response(
-            generation.output_ids, generation.logprobs, generation.weight_versions, generation.finish_reason
-        )
+    def _forget_streamed(self, grant: Grant, numbers: Sequence[int]) -> None:
+        """Drop what came of an answer that is not believed."""
+        underway = self._underway.get((grant.unit_id, grant.fence))
+        for number in numbers:
+            if underway is not None:
+                underway.streamed.pop(number, None)
+
+    def _joined(self, found: _Response, before: Member | None, profile: SamplingProfile) -> _Response:
         whole = found.after(before)
         if before is None:
             return whole
