@@ -16,6 +16,7 @@ import signal
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -64,14 +65,23 @@ class PostgresServer:
         }
         options = [part for name, value in settings.items() for part in ("-c", f"{name}={value}")]
         program = [str(_binaries() / "postgres"), "-D", str(self.folder / "data")]
-        self._process = subprocess.Popen(
-            [*self._as_user, *program, *options],
-            stdout=subprocess.DEVNULL,  # a backend whose postmaster was killed may write a prompt
-            stderr=subprocess.PIPE,
-            cwd=self.folder,
-            text=True,
-        )
-        await_line(self._process, "ready to accept connections", of="PostgreSQL")
+        deadline = time.monotonic() + 60
+        while True:
+            self._process = subprocess.Popen(
+                [*self._as_user, *program, *options],
+                stdout=subprocess.DEVNULL,  # a backend whose postmaster was killed may write a prompt
+                stderr=subprocess.PIPE,
+                cwd=self.folder,
+                text=True,
+            )
+            try:
+                await_line(self._process, "ready to accept connections", of="PostgreSQL")
+                return
+            except RuntimeError as error:
+                # Backends of a postmaster that was killed end by themselves, a busy one a little later.
+                if "is still in use" not in str(error) or time.monotonic() > deadline:
+                    raise
+                time.sleep(0.2)
 
     def stop(self, how: signal.Signals) -> None:
         """Signal the server (SIGKILL; SIGQUIT: at once; SIGINT: fast, rolling back what runs) and wait for its end."""
