@@ -27,7 +27,7 @@ from strawflow.eval_datasets import (
 )
 from strawflow.prompt_sets import DEFAULT as DEFAULT_SETS
 from strawflow.prompt_sets import PromptSet, read_prompt_sets, refuse_wrong_sets
-from strawflow.reward_names import parse_reward
+from strawflow.reward_names import is_address, parse_reward
 from strawflow.sampling import EvalProfile
 from strawflow.sampling import SamplingProfile as SamplingProfile
 from strawflow.topology import Topology, checked_topology, read_topology
@@ -489,6 +489,11 @@ def refuse_deadlocks(config: RunConfig) -> None:
             "is trained at step s + 1 at the earliest, by then 1 step stale: more than 0. Set max_staleness to 1 or more, or "
             "over_provision to 0"
         )
+    for url in r.engine_urls:
+        if not is_address(url):
+            raise ConfigError(
+                f"rollout.engine_urls: {url!r} is no address of an engine; write http://HOST:PORT"
+            )
     if r.topology and (r.engine_urls or r.engines != 1):
         raise ConfigError(
             "rollout.topology says which engines there are: leave out rollout.engines and rollout.engine_urls (`strawflow "

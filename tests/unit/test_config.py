@@ -16,6 +16,7 @@ from strawflow.config import (
     field_names,
     from_json,
     load_config,
+    refuse_deadlocks,
     to_json,
 )
 from strawflow.errors import ConfigError
@@ -284,3 +285,11 @@ def test_profiles_say_how_each_kind_of_unit_is_sampled() -> None:
 
 def test_total_steps_count_the_warm_start() -> None:
     assert load_config(flags={"warm_start.steps": "5", "trainer.steps": "7"}).total_steps == 12
+
+
+def test_an_engine_without_an_address_is_refused_when_the_run_is_made() -> None:
+    refuse_deadlocks(load_config(flags={"rollout.engine_urls": '["http://a:30000"]'}))
+    with pytest.raises(
+        ConfigError, match=r"rollout\.engine_urls: 'b:30000' is no address of an engine; write http"
+    ):
+        refuse_deadlocks(load_config(flags={"rollout.engine_urls": '["http://a:30000", "b:30000"]'}))
