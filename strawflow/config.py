@@ -27,7 +27,7 @@ from strawflow.eval_datasets import (
 )
 from strawflow.prompt_sets import DEFAULT as DEFAULT_SETS
 from strawflow.prompt_sets import PromptSet, read_prompt_sets, refuse_wrong_sets
-from strawflow.reward_names import parse_reward
+from strawflow.reward_names import is_address, parse_reward
 from strawflow.sampling import EvalProfile
 from strawflow.sampling import SamplingProfile as SamplingProfile
 from strawflow.topology import Topology, checked_topology, read_topology
@@ -373,9 +373,11 @@ def load_config(
         tree = _read_toml(toml_path)
     known = field_names()
     by_variable = {ENV_PREFIX + name.replace(".", "_").upper(): name for name in known}
+    given_by: dict[str, str] = {}
     for variable, text in (environ or {}).items():
         if variable in by_variable:
-            _put(tree, by_variable[variable], text)
+            given_by[by_variable[variable]] = variable
+            _put(tree, by_variable[variable], text, given_by=variable)
         else:
             _refuse_misspelt(variable, by_variable)
     for name, text in (flags or {}).items():
@@ -383,7 +385,8 @@ def load_config(
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean --{near[0]}?" if near else ""
             raise ConfigError(f"unknown setting --{name}{hint}")
-        _put(tree, name, text)
+        given_by[name] = f"--{name}"
+        _put(tree, name, text, given_by=given_by[name])
     where = str(toml_path) if toml_path else "the given flags"
     eval_settings = tree.get("eval", {})
     named = eval_settings.get("datasets")
@@ -397,7 +400,7 @@ def load_config(
         rollout_settings["topology"] = read_topology(Path(drawn))
     elif drawn:
         rollout_settings["topology"] = checked_topology(drawn, where=f"{where}: rollout.topology")
-    config = sampling.with_filled_datasets(_validated(tree, where=where))
+    config = sampling.with_filled_datasets(_validated(tree, where=where, given_by=given_by))
     refuse_unanswered(
         config.eval.datasets, where=named if isinstance(named, str) else f"{where}: eval.datasets"
     )
@@ -433,6 +436,8 @@ def _read_toml(path: Path) -> dict[str, dict[str, Any]]:
         tree = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"there is no configuration file {path}") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
     for section, values in tree.items():
@@ -441,27 +446,33 @@ def _read_toml(path: Path) -> dict[str, dict[str, Any]]:
     return tree
 
 
-def _put(tree: dict[str, dict[str, Any]], name: str, text: str) -> None:
+def _put(tree: dict[str, dict[str, Any]], name: str, text: str, *, given_by: str) -> None:
     section, field = name.split(".", 1)
     value: Any = text
     if text[:1] in ("[", "{"):  # lists and tables are given as JSON
         try:
             value = json.loads(text)
         except json.JSONDecodeError as error:
-            raise ConfigError(f"--{name}: not valid JSON: {error}") from None
+            raise ConfigError(f"{given_by}: not valid JSON: {error}") from None
     tree.setdefault(section, {})[field] = value
 
 
-def _validated(tree: dict[str, dict[str, Any]], *, where: str) -> RunConfig:
+def _validated(tree: dict[str, dict[str, Any]], *, where: str, given_by: Mapping[str, str]) -> RunConfig:
+    """Return what the tree says; `given_by` names the flag or variable of each setting that does not come from `where`."""
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(str(part) for part in first["loc"])
-        near = difflib.get_close_matches(name, field_names(), n=1)
-        hint = f"; did you mean {near[0]}?" if first["type"] == "extra_forbidden" and near else ""
-        at = f"{where}: setting {name}" if name else where
-        raise ConfigError(f"{at}: {first['msg'].removeprefix('Value error, ')}{hint}") from None
+        message = first["msg"].removeprefix("Value error, ").replace("a valid tuple", "a list")
+        if first["type"] == "extra_forbidden":
+            near = difflib.get_close_matches(
+                name, field_names() if "." in name else RunConfig.model_fields, n=1
+            )
+            message = "there is no such setting" + (f"; did you mean {near[0]}?" if near else "")
+        setting = ".".join(str(part) for part in first["loc"][:2])
+        at = f"{given_by.get(setting, where)}: setting {name}" if name else where
+        raise ConfigError(f"{at}: {message}") from None
 
 
 def refuse_deadlocks(config: RunConfig) -> None:
@@ -478,6 +489,11 @@ def refuse_deadlocks(config: RunConfig) -> None:
             "is trained at step s + 1 at the earliest, by then 1 step stale: more than 0. Set max_staleness to 1 or more, or "
             "over_provision to 0"
         )
+    for url in r.engine_urls:
+        if not is_address(url):
+            raise ConfigError(
+                f"rollout.engine_urls: {url!r} is no address of an engine; write http://HOST:PORT"
+            )
     if r.topology and (r.engine_urls or r.engines != 1):
         raise ConfigError(
             "rollout.topology says which engines there are: leave out rollout.engines and rollout.engine_urls (`strawflow "

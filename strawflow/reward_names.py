@@ -89,12 +89,13 @@ def _one_at_a_time(text: str, rest: str, boxed: bool) -> RewardName | None:
 
 
 def _address(text: str, scheme: str, target: str) -> str:
-    if not _is_address(target):
+    if not is_address(target):
         raise ConfigError(f"reward {text!r}: an address is missing; write {scheme}:http://HOST:PORT/PATH")
     return target.rstrip("/")
 
 
-def _is_address(text: str) -> bool:
+def is_address(text: str) -> bool:
+    """Return whether a text is the address of a server, http://HOST[:PORT]."""
     try:
         parts = urlsplit(text)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0

@@ -258,7 +258,7 @@ def _told(error: ValidationError, tree: Any) -> str:
         near = difflib.get_close_matches(words[-1], known, n=1)
         hint = f"; did you mean {near[0]}?" if near else f"; known are {', '.join(known)}"
         return ": ".join([*words[:-1], f"unknown field {words[-1]}{hint}"])
-    return ": ".join([*words, first["msg"]])
+    return ": ".join([*words, first["msg"].replace("a valid tuple", "a list").replace("Tuple", "List")])
 
 
 def _at(tree: Any, *place: Any) -> Any:

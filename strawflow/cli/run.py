@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -145,7 +146,7 @@ def list_runs(
 
 
 def next_steps(run: str, config: RunConfig) -> list[str]:
-    """Return the commands that come after creating a run, in order."""
+    """Return the commands that come after creating a run, in order, quoted for a shell: `FILE@[:5]` is a pattern to one."""
     steps = []
     wanted = (
         *((one.name, one.path, True) for one in config.prompt_sets() if not one.source),
@@ -155,8 +156,11 @@ def next_steps(run: str, config: RunConfig) -> list[str]:
     )
     for dataset, path, is_needed in wanted:
         if path or is_needed:
-            steps.append(f"strawflow enqueue {run} {path or 'FILE'} --dataset {dataset}")
-    return [*steps, f"strawflow resume {run}", f"strawflow status {run} --watch"]
+            steps.append(["strawflow", "enqueue", run, path or "FILE", "--dataset", dataset])
+    return [
+        shlex.join(step)
+        for step in (*steps, ["strawflow", "resume", run], ["strawflow", "status", run, "--watch"])
+    ]
 
 
 def _standing(root: Path) -> dict[str, Any]:

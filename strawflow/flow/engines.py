@@ -10,13 +10,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from strawflow.errors import ConflictError, EngineQuarantinedError, IllegalTransitionError, NotFoundError
+from strawflow.errors import (
+    ConflictError,
+    EngineQuarantinedError,
+    IllegalTransitionError,
+    InvalidInputError,
+    NotFoundError,
+)
 from strawflow.flow.run import Run
 from strawflow.flow.session import WorkerSession
 from strawflow.index import events, leases, meta, sessions, slots, weights
 from strawflow.index.engine import Connection
 from strawflow.index.slots import Slot
 from strawflow.index.weights import Engine
+from strawflow.reward_names import is_address
 from strawflow.states import EngineState
 from strawflow.topology import POLICY, Topology, placements
 
@@ -137,8 +144,10 @@ def add(run: Run, *, url: str | None = None, count: int = 1) -> list[int]:
     The supervisor starts a rollout worker for each. An attached one that is quarantined is released instead.
 
     Raises:
-        ConflictError: the run has an engine at that address already.
+        InvalidInputError: the address is none of a server. ConflictError: the run has an engine there already.
     """
+    if url is not None and not is_address(url):
+        raise InvalidInputError(f"{url!r} is no address of an engine; write http://HOST:PORT")
     with run.index.begin() as connection:
         _seed(connection, run)
         if url is None:

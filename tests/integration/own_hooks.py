@@ -48,6 +48,10 @@ async def one_turn(sample: Sample, engine: Engine) -> Segment:
     return segment
 
 
+async def makes_no_segment(sample: Sample, engine: Engine) -> list[str]:
+    return ["text"]
+
+
 async def rewards_itself(sample: Sample, engine: Engine) -> Rollout:
     return Rollout(segments=[await one_turn(sample, engine)], reward=float(sample.member))
 

@@ -20,6 +20,11 @@ def test_engines_are_added_listed_drained_and_removed(cli: Cli, small: SmallRun)
     assert "2 engines are wanted: 3, 4" in cli("engine", "add", root, "--count", "2").out
     assert cli("engine", "add", root).code == 2
     assert cli("engine", "add", root, "--url", URL, "--json").code == 7
+    refused = cli("engine", "add", root, "--url", "127.0.0.1:9")
+    assert (
+        refused.code,
+        "'127.0.0.1:9' is no address of an engine; write http://HOST:PORT" in refused.err,
+    ) == (2, True)
     assert "engine 3 is gone" in cli("engine", "drain", root, "3").out
     assert cli("engine", "remove", root, "4", "--json").json == {"engine": 4, "state": "gone"}
     assert [e["slot_id"] for e in cli("engine", "list", root, "--json").json] == [1, 2]

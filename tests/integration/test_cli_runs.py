@@ -53,6 +53,15 @@ def test_a_bare_name_is_made_under_runs_and_a_path_is_taken_as_it_is(cli: Cli, t
     assert cli("status", "second").code == 0
 
 
+def test_the_commands_that_come_next_are_quoted_for_a_shell(cli: Cli) -> None:
+    made = create(cli, "./my runs/a", "--data.prompts", "words.jsonl@[:5]", "--json")
+    assert made.json["next"] == [
+        "strawflow enqueue './my runs/a' 'words.jsonl@[:5]' --dataset prompts",
+        "strawflow resume './my runs/a'",
+        "strawflow status './my runs/a' --watch",
+    ]
+
+
 def test_every_field_can_be_a_flag_a_variable_or_a_line_of_toml_and_the_flag_wins(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,7 +220,7 @@ def test_prompt_sets_are_enqueued_each_to_its_own_dataset_and_to_no_other(cli: C
     result = create(cli, "a", "--prompts", "sums.jsonl:0.7,puzzles=words.jsonl@[:2]:0.3")
     assert result.out.splitlines()[2:4] == [
         "  strawflow enqueue a sums.jsonl --dataset sums",
-        "  strawflow enqueue a words.jsonl@[:2] --dataset puzzles",
+        "  strawflow enqueue a 'words.jsonl@[:2]' --dataset puzzles",
     ]
     (tmp_path / "sums.jsonl").write_text(prompt_lines(3), encoding="utf-8")
     assert "3 rows added" in cli("enqueue", "a", "sums.jsonl", "--dataset", "sums").out

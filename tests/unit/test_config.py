@@ -16,6 +16,7 @@ from strawflow.config import (
     field_names,
     from_json,
     load_config,
+    refuse_deadlocks,
     to_json,
 )
 from strawflow.errors import ConfigError
@@ -171,7 +172,9 @@ def test_an_unknown_name_in_a_file_is_refused_with_file_name_and_hint(tmp_path: 
 def test_an_unknown_section_in_a_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text("[trainr]\nsteps = 3\n", encoding="utf-8")
-    with pytest.raises(ConfigError, match="trainr"):
+    with pytest.raises(
+        ConfigError, match=r"setting trainr: there is no such setting; did you mean trainer\?"
+    ):
         load_config(path)
 
 
@@ -196,6 +199,19 @@ def test_a_bad_value_is_refused_naming_the_field(name: str, text: str) -> None:
         load_config(flags={name: text})
 
 
+def test_a_bad_value_is_told_with_where_it_was_given(toml: Path) -> None:
+    variable = "STRAWFLOW_ROLLOUT_TOP_P"
+    with pytest.raises(ConfigError, match=r"^--rollout\.temperature: setting rollout\.temperature: "):
+        load_config(toml, flags={"rollout.temperature": "hot"}, environ={variable: "0.4"})
+    with pytest.raises(ConfigError, match=f"^{variable}: setting rollout.top_p: "):
+        load_config(toml, flags={"rollout.temperature": "0.5"}, environ={variable: "most"})
+    with pytest.raises(ConfigError, match=r"^STRAWFLOW_ROLLOUT_ENGINE_ARGS: not valid JSON"):
+        load_config(toml, environ={"STRAWFLOW_ROLLOUT_ENGINE_ARGS": "[1"})
+    toml.write_text("[rollout]\ntemperature = 'hot'\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"run\.toml: setting rollout\.temperature: "):
+        load_config(toml, environ={variable: "0.4"})
+
+
 def test_a_file_that_is_missing_or_no_toml_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no configuration file .*absent\.toml"):
         load_config(tmp_path / "absent.toml")
@@ -206,6 +222,8 @@ def test_a_file_that_is_missing_or_no_toml_is_refused_by_name(tmp_path: Path) ->
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match="not valid TOML"):
         load_config(path)
+    with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
+        load_config(tmp_path)
 
 
 def test_a_setting_outside_a_section_is_refused(tmp_path: Path) -> None:
@@ -267,3 +285,11 @@ def test_profiles_say_how_each_kind_of_unit_is_sampled() -> None:
 
 def test_total_steps_count_the_warm_start() -> None:
     assert load_config(flags={"warm_start.steps": "5", "trainer.steps": "7"}).total_steps == 12
+
+
+def test_an_engine_without_an_address_is_refused_when_the_run_is_made() -> None:
+    refuse_deadlocks(load_config(flags={"rollout.engine_urls": '["http://a:30000"]'}))
+    with pytest.raises(
+        ConfigError, match=r"rollout\.engine_urls: 'b:30000' is no address of an engine; write http"
+    ):
+        refuse_deadlocks(load_config(flags={"rollout.engine_urls": '["http://a:30000", "b:30000"]'}))

@@ -137,6 +137,12 @@ def test_sound_hooks_pass_the_contract_test(path: str) -> None:
             "give --kind, one of generate",
         ),
         (
+            "tests.fault.rewards:constant",
+            "can be imported and called with the right parameters",
+            "a reward is tried with `strawflow reward check`",
+        ),
+        (HERE + "makes_no_segment", "returns a rollout", "or a Rollout; got ['text']"),
+        (
             HERE + "forgets_a_group",
             "returns a rollout for each sample, nested alike",
             "groups of [4, 1] members came back for groups of [4, 4, 1]",
@@ -203,6 +209,15 @@ def test_hooks_that_shape_what_is_trained_pass_the_contract_test(kind: str, path
 def test_what_would_train_something_else_is_refused_with_why(kind: str, path: str, told: str) -> None:
     (failed,) = [f for f in check(path, kind) if not f.holds]
     assert told in failed.told
+
+
+def test_a_kind_told_by_parameters_that_others_have_too_is_told_with_the_others() -> None:
+    imported, *_ = check(HERE + "spreads_rewards")
+    assert imported.told == "as group_filter (if it is another, give --kind post_process or convert)"
+    assert [check(HERE + "spreads_rewards", "post_process")[0].told, check(HERE + "prints")[0].told] == [
+        "as post_process",
+        "as log",
+    ]
 
 
 def test_the_verb_prints_findings_and_exits_by_them(capsys: pytest.CaptureFixture[str]) -> None:

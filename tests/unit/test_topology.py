@@ -95,7 +95,8 @@ GRADER = "- name: grader\n  path: /r\n  port: 31000\n  server_groups:\n  - {}\n"
 
 WRONG = {
     "": "there must be a list `models:`",
-    "models: []": "models: Tuple should have at least 1 item",
+    "models: 3": "models: Input should be a list",
+    "models: []": "models: List should have at least 1 item",
     "model: []\n" + POLICY: "unknown field model; did you mean models?",
     POLICY.replace("policy", "actor"): r"model 1 \(actor\): path: name the Hugging Face folder",
     "models:\n" + GRADER: "models: none is called 'policy'",

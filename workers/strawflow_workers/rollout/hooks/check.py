@@ -53,12 +53,15 @@ def check(path: str, kind: str | None = None, *, sets: Sequence[str] = ("easy", 
     Raises:
         ConfigError: no such kind, or the kind of the function cannot be told by its parameters.
     """
+    others = ""
     try:
-        kind = kind or guessed_kind(path)
+        if kind is None:
+            kind = guessed_kind(path)
+            others = _others_alike(kind)
         hook = load(kind, path, slime.arguments(RunConfig()))
     except ConfigError as error:
         return [Finding("can be imported and called with the right parameters", False, error.message)]
-    findings = [Finding("can be imported and called with the right parameters", True, f"as {kind}")]
+    findings = [Finding("can be imported and called with the right parameters", True, f"as {kind}{others}")]
     match kind:
         case "generate":
             findings += asyncio.run(_check_generate(hook))
@@ -105,9 +108,17 @@ def guessed_kind(path: str) -> str:
     ]
     if len(fits) != 1:
         raise ConfigError(
-            f"hook {path!r} has parameters ({', '.join(names)}), which tell no kind; give --kind, one of {', '.join(KINDS)}"
+            f"hook {path!r} has parameters ({', '.join(names)}), which tell no kind; give --kind, one of {', '.join(KINDS)} "
+            "(a reward is tried with `strawflow reward check`)"
         )
     return fits[0]
+
+
+def _others_alike(kind: str) -> str:
+    """Return in words which other kinds have the parameters by which this one was told; nothing where none has."""
+    parameters = KINDS[kind].parameters
+    alike = [name for name, other in KINDS.items() if name != kind and other.parameters == parameters]
+    return f" (if it is another, give --kind {' or '.join(alike)})" if alike else ""
 
 
 async def _check_generate(hook: Function) -> list[Finding]:

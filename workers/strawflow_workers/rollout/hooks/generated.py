@@ -292,17 +292,18 @@ def checked_rollout(found: object) -> Rollout:
         TypeError: it is none.
         ValueError: it has no segment.
     """
-    if isinstance(found, Segment):
-        found = Rollout(segments=[found])
-    elif isinstance(found, list | tuple):
-        found = Rollout(segments=found)
-    if not isinstance(found, Rollout) or not all(isinstance(s, Segment) for s in found.segments):
+    made = found
+    if isinstance(made, Segment):
+        made = Rollout(segments=[made])
+    elif isinstance(made, list | tuple):
+        made = Rollout(segments=made)
+    if not isinstance(made, Rollout) or not all(isinstance(s, Segment) for s in made.segments):
         raise TypeError(
             f"a generate hook must return a Segment, a list of them, or a Rollout; got {found!r:.200}"
         )
-    if not found.segments and found.failure is None:
+    if not made.segments and made.failure is None:
         raise ValueError("a rollout without segments must say why, in `failure`")
-    return found
+    return made
 
 
 def member_of(
