@@ -208,6 +208,7 @@ class RolloutLoop:
         try:
             while self._in_flight:
                 # Again and again: a request may still have been on its way when the others were ended.
+                self._engine.require_healthy()
                 await self._engine.client.abort()
                 await self._gather_done()
                 await self._store()
