@@ -211,6 +211,11 @@ class FakeEngine:
         return self._weight_version
 
     @property
+    def num_generated(self) -> int:
+        """Times that /generate was asked since faults were last changed."""
+        return self._counts["generate"]
+
+    @property
     def num_updates(self) -> int:
         """Weight updates asked for since faults were last changed."""
         return self._counts["update"]
