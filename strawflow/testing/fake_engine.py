@@ -252,7 +252,7 @@ class FakeEngine:
     def answer(self, method: str, route: str, body: Any) -> tuple[int, Any]:
         """Return (HTTP status, JSON content) of one request."""
         actions: dict[tuple[str, str], Callable[[Any], tuple[int, Any]]] = {
-            ("GET", "/health"): lambda _: (503 if self._faults.stuck else 200, None),
+            ("GET", "/health"): lambda _: (200 if self._is_well() else 503, None),
             ("GET", "/model_info"): lambda _: (200, self._model_info()),
             ("GET", "/server_info"): lambda _: (200, self._server_info()),
             ("GET", "/faults"): lambda _: (200, {**asdict(self._faults), "counts": self._counts}),
@@ -267,6 +267,9 @@ class FakeEngine:
         }
         action = actions.get((method, route))
         return action(body) if action else (404, {"detail": "Not Found"})
+
+    def _is_well(self) -> bool:
+        return self._goes_on.is_set() and not self._faults.stuck
 
     def _model_info(self) -> dict[str, Any]:
         return {

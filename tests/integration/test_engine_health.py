@@ -117,3 +117,12 @@ def test_weights_whose_files_cannot_be_read_in_time_end_the_worker(
             worker.ended()
     assert isinstance(worker.error, EngineError)
     assert "rollout.load_timeout_s" in str(worker.error)
+
+
+def test_an_attached_engine_that_a_killed_worker_left_paused_goes_on(make_run: Callable[..., Run]) -> None:
+    run = make_run()
+    with trainer_of(run) as publish, FakeEngine() as engine:
+        publish(0)
+        engine.answer("POST", "/pause_generation", {"mode": "retract"})
+        with Worker(run, engine_url=engine.url) as worker:
+            worker.wait(lambda: len(completed(run)) == NUM_UNITS, seconds=20)

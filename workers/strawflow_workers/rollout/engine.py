@@ -126,6 +126,7 @@ class ServedEngine:
             self._process = policy_process(self._session, self._slot, folder, version_id=version.version_id)
         else:
             self._process = AttachedEngine(self._url)
+            await self._end_pause(self._url)
         self._process.start()
         await asyncio.to_thread(self._process.wait_ready)
         self._client = make_client(
@@ -157,6 +158,12 @@ class ServedEngine:
                 log.warning(
                     "the engine cannot pause, or does not tell which weights sampled which token: groups are parked instead"
                 )
+
+    async def _end_pause(self, url: str) -> None:
+        """Let an engine go on whose worker was killed while it was paused for a load: paused it answers no health check."""
+        async with SglangClient(url, patience=Patience(control_s=MARK_S)) as client:
+            with contextlib.suppress(EngineError):  # it cannot pause, or does not answer yet
+                await client.resume()
 
     async def sample(
         self, request: GenerateRequest, *, on_progress: OnProgress | None = None
