@@ -180,7 +180,8 @@ class RolloutSection(Section):
     """Seconds that an engine may fail its health checks, paused or hung, before its worker starts again (an engine of its own,
     too). Loading weights does not count."""
     load_timeout_s: float = Field(default=600.0, gt=0)
-    """Seconds that an engine may take to load weights, before its worker starts again."""
+    """Seconds that an engine may take to load weights, and before that their files to be read and checked, until its worker starts
+    again."""
     answer_timeout_s: float = Field(default=600.0, gt=0)
     """Seconds without a byte of an engine's answer after which a request is given up, and its unit tried again. An answer
     that is not streamed (attached engines without `--incremental-streaming-output`, or nothing saved) comes all at its end:

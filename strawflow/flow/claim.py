@@ -13,7 +13,9 @@ from strawflow import faults
 from strawflow.config import SamplingProfile
 from strawflow.flow import quota
 from strawflow.flow.chain import Chain, last_record, read_chains, saved_members
+from strawflow.flow.exchange import backlog_room
 from strawflow.flow.placed import read_extent
+from strawflow.flow.run import Run
 from strawflow.flow.session import WorkerSession
 from strawflow.flow.submission import Submission
 from strawflow.flow.trajectory import Member, UnitResult
@@ -132,6 +134,14 @@ def claim(
     answer = session.exchange.submit(Submission(None, wanted=wanted))
     faults.at("rollout.after_claim")
     return grants_of(session, shelf, answer.granted)
+
+
+def any_left(run: Run) -> bool:
+    """Tell whether any training group may be leased now: one is ready, and the backlog of the run's consumer is not full."""
+    with run.index.read() as connection:
+        if not leases.any_ready(connection, run.branch, purposes=("train",)):
+            return False
+        return backlog_room(connection, run) > 0
 
 
 def grants_of(session: WorkerSession, shelf: PromptShelf, granted: Sequence[Unit]) -> list[Grant]:

@@ -32,6 +32,7 @@ from strawflow.errors import (
     StorageError,
 )
 from strawflow.flow import quota
+from strawflow.flow.run import Run
 from strawflow.flow.submission import Answer, Submission
 from strawflow.flow.trajectory import UnitResult, to_record_batch
 from strawflow.flow.window import MAX_UNITS, Line, Part
@@ -307,14 +308,12 @@ class Exchange:
         return granted
 
     def _room(self, transaction: Transaction, purposes: tuple[str, ...] | None) -> int:
-        """Return how many training units may be leased before the backlog of the run's consumer is full."""
-        bound = self._config.rollout.max_backlog
-        if not bound or (purposes is not None and "train" not in purposes):
+        """Return how many units of these purposes may be leased: evaluation is in no backlog."""
+        if not self._config.rollout.max_backlog or (purposes is not None and "train" not in purposes):
             return MAX_UNITS
         run = self._session.run
         consumers.hold(transaction, run.branch, run.consumer)  # two claimers would both see the same room
-        waiting = consumers.num_waiting(transaction, run.branch, run.consumer, purpose="train", at_most=bound)
-        return bound - waiting - leases.num_out(transaction, run.branch, purpose="train")
+        return backlog_room(transaction, run)
 
     def _learn_versions(self, submission: Submission) -> None:
         """Look up the step of every weight version not met before; a version keeps its step for ever."""
@@ -350,6 +349,15 @@ class Exchange:
             lost=tuple(told.get("lost", ())),
             granted=tuple(held),
         )
+
+
+def backlog_room(transaction: Transaction, run: Run) -> int:
+    """Return how many training units may be leased before the backlog of the run's consumer is full."""
+    bound = run.config.rollout.max_backlog
+    if not bound:
+        return MAX_UNITS
+    waiting = consumers.num_waiting(transaction, run.branch, run.consumer, purpose="train", at_most=bound)
+    return bound - waiting - leases.num_out(transaction, run.branch, purpose="train")
 
 
 _WINDOW = "window"

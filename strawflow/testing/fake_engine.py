@@ -61,6 +61,8 @@ class Faults:
     """Seconds that each weight update takes."""
     hang: bool = False
     """/generate is never answered, until it is aborted."""
+    stuck: bool = False
+    """As SGLang whose scheduler hangs: /generate is never answered, an abort is acknowledged and ends nothing, /health fails."""
     token_s: float = 0.0
     """Seconds that each token takes; an abort ends the request with the tokens so far."""
     cut_stream_after: int = 0
@@ -208,6 +210,16 @@ class FakeEngine:
     def weight_version(self) -> str:
         return self._weight_version
 
+    @property
+    def num_generated(self) -> int:
+        """Times that /generate was asked since faults were last changed."""
+        return self._counts["generate"]
+
+    @property
+    def num_updates(self) -> int:
+        """Weight updates asked for since faults were last changed."""
+        return self._counts["update"]
+
     def set_faults(self, **changes: Any) -> Faults:
         """Change fault switches and begin counting anew.
 
@@ -240,7 +252,7 @@ class FakeEngine:
     def answer(self, method: str, route: str, body: Any) -> tuple[int, Any]:
         """Return (HTTP status, JSON content) of one request."""
         actions: dict[tuple[str, str], Callable[[Any], tuple[int, Any]]] = {
-            ("GET", "/health"): lambda _: (200, None),
+            ("GET", "/health"): lambda _: (200 if self._is_well() else 503, None),
             ("GET", "/model_info"): lambda _: (200, self._model_info()),
             ("GET", "/server_info"): lambda _: (200, self._server_info()),
             ("GET", "/faults"): lambda _: (200, {**asdict(self._faults), "counts": self._counts}),
@@ -255,6 +267,9 @@ class FakeEngine:
         }
         action = actions.get((method, route))
         return action(body) if action else (404, {"detail": "Not Found"})
+
+    def _is_well(self) -> bool:
+        return self._goes_on.is_set() and not self._faults.stuck
 
     def _model_info(self) -> dict[str, Any]:
         return {
@@ -336,7 +351,7 @@ class FakeEngine:
             _Draft(Chain(body["input_ids"], sample=place, sampling_seed=seed))
             for place in range(int(params.get("n", 1)))
         ]
-        is_aborted = running.aborted.wait(None if faults.hang else faults.delay_s)
+        is_aborted = running.aborted.wait(None if faults.hang or faults.stuck else faults.delay_s)
         while not is_aborted and (open_drafts := [d for d in drafts if not d.finish_reason]):
             if faults.token_s:
                 is_aborted = running.aborted.wait(faults.token_s)
@@ -398,7 +413,8 @@ class FakeEngine:
     def _abort_request(self, body: Any) -> tuple[int, Any]:
         if not body.get("abort_all") and not body.get("rid"):
             return 200, None  # as SGLang: an empty name aborts nothing
-        self._abort("" if body.get("abort_all") else str(body["rid"]))
+        if not self._faults.stuck:
+            self._abort("" if body.get("abort_all") else str(body["rid"]))
         return 200, None
 
     def _abort(self, rid_prefix: str) -> None:

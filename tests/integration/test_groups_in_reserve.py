@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import pytest
@@ -15,7 +16,8 @@ from strawflow.index import units
 from strawflow.index.units import COLUMN_NAMES, to_unit
 from strawflow.sampling import SamplingProfile
 from strawflow.states import UnitState
-from strawflow_workers.rollout import reserve
+from strawflow.testing.fake_engine import FakeEngine, FakeEngineOptions, Faults
+from strawflow_workers.rollout import loop, reserve
 from strawflow_workers.rollout.generate import UnitGenerator
 from strawflow_workers.rollout.reserve import Reserve
 from tests.integration.rollout_runs import Worker, completed, trainer_of
@@ -103,6 +105,62 @@ def test_a_drain_gives_the_reserve_back(make_run: Callable[..., Run]) -> None:
         with run.index.read() as connection:
             found = units.listed(connection, run.branch)
     assert {(u.state, u.attempts) for u in found} == {(UnitState.COMPLETED, 1), (UnitState.READY, 0)}
+
+
+ENOUGH = 4 * IN_FLIGHT
+"""Some are left when a worker has finished its first groups and leased all it can."""
+
+
+@contextmanager
+def worker_with_all_it_can_lease(run: Run, engine: FakeEngine) -> Iterator[Worker]:
+    """A worker whose first groups are done, and as many each in flight (for ever) and in reserve."""
+    engine.set_faults(delay_s=1.0)
+    with Worker(run, engine_url=engine.url) as worker:
+        worker.wait(lambda: engine.num_generated >= IN_FLIGHT)
+        engine.set_faults(delay_s=600.0)
+        worker.wait(lambda: leased(run) == 2 * IN_FLIGHT)
+        yield worker
+
+
+@pytest.mark.usefixtures("_at_once")
+@pytest.mark.parametrize("more", [{"prompts": ENOUGH, "steps": ENOUGH // 4}, {"max_backlog": ENOUGH}])
+def test_a_reserve_is_given_back_once_nothing_is_left_for_others(
+    make_run: Callable[..., Run], more: dict[str, int]
+) -> None:
+    run = make_run(**{**MANY, **more})
+    with trainer_of(run) as publish, FakeEngine() as slow, FakeEngine() as quick:
+        publish(0)
+        with (
+            worker_with_all_it_can_lease(run, slow),
+            Worker(run, engine_url=quick.url) as other,
+        ):
+            other.wait(lambda: len(completed(run)) == ENOUGH - IN_FLIGHT, seconds=15)
+
+
+@pytest.mark.usefixtures("_at_once")
+def test_a_reserve_is_given_back_while_nothing_is_begun_for_errors_of_the_engine(
+    make_run: Callable[..., Run],
+) -> None:
+    run = make_run(**MANY, max_attempts=100)
+    slow = FakeEngineOptions(faults=Faults(delay_s=0.3))
+    with trainer_of(run) as publish, FakeEngine(slow) as engine:
+        publish(0)
+        with Worker(run, engine_url=engine.url) as worker:
+            worker.wait(lambda: leased(run) > IN_FLIGHT)
+            engine.set_faults(error_rate_every_nth=1)
+            worker.wait(lambda: leased(run) == 0, seconds=15)
+
+
+@pytest.mark.usefixtures("_at_once")
+def test_a_drain_gives_the_reserve_back_before_it_waits_for_the_engine(make_run: Callable[..., Run]) -> None:
+    run = make_run(**MANY)
+    with trainer_of(run) as publish, FakeEngine() as engine:
+        publish(0)
+        with worker_with_all_it_can_lease(run, engine) as worker:
+            engine.set_faults(stuck=True)  # aborts are acknowledged and end nothing
+            worker.drain.request()
+            worker.wait(lambda: leased(run) == IN_FLIGHT, seconds=loop.BREAK_OFF_S / 2)
+            engine.set_faults(stuck=False)
 
 
 def grant(unit_id: int, *, purpose: Literal["train", "eval"] = "train", continuation: Any = None) -> Grant:

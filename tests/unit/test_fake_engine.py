@@ -28,6 +28,7 @@ from strawflow.testing.fake_engine import (
 from strawflow_workers.rollout.sglang_client import (
     EngineResponseError,
     EngineUnavailableError,
+    GarbageAnswerError,
     GenerateRequest,
     Generation,
     Patience,
@@ -309,14 +310,38 @@ def test_version_spans_are_expanded_to_one_label_per_token() -> None:
         ("output_token_logprobs", [-0.5, -0.1], "instead of"),
         ("weight_versions", [{"version": "a", "start": 0, "end": 1}], "1 tokens for 2"),
         ("weight_versions", [{"version": "a", "start": 1, "end": 2}], "do not follow"),
-        ("finish_reason", None, "lacks a field"),
+        ("output_token_logprobs", 5, "malformed"),
+        ("output_token_logprobs", [[-0.5, 5, None], [[-0.1], 6, None]], "malformed"),
+        ("output_token_logprobs", [[-(10**400), 5, None], [-0.1, 6, None]], "malformed"),
+        ("weight_versions", 5, "malformed"),
+        ("weight_versions", [{"version": "a", "start": 0}], "malformed"),
+        ("weight_versions", [{"version": "a", "start": 0, "end": float("nan")}], "malformed"),
+        ("prompt_tokens", float("inf"), "malformed"),
+        ("finish_reason", None, "malformed"),
     ],
 )
 def test_an_unsound_answer_is_an_error_with_its_reason(field: str, value: Any, message: str) -> None:
     answer = sample_answer()
     answer["meta_info"][field] = value
-    with pytest.raises(EngineResponseError, match=message):
+    with pytest.raises(GarbageAnswerError, match=message):
         parse_generation(answer)
+
+
+@pytest.mark.parametrize(
+    "meta",
+    [
+        {"weight_version": None},
+        {"output_token_logprobs": 7},
+        {"finish_reason": {}},
+        {"weight_versions": 5},
+        {"completion_tokens": float("inf")},
+    ],
+)
+def test_a_malformed_chunk_is_garbage(meta: dict[str, Any]) -> None:
+    sample = StreamedSample()
+    sample.add(chunk([1, 2], 2))
+    with pytest.raises(GarbageAnswerError):
+        sample.add(chunk([3], 3, **meta))
 
 
 def test_the_environment_that_would_change_the_log_probabilities_is_refused() -> None:

@@ -121,11 +121,12 @@ class ServedEngine:
         )
         self._url = self._slot.url
         await self._tell(version.version_id, url="", build="starting")  # keeps its files from being removed
-        await asyncio.to_thread(verify_weights, folder, version.digest)
+        await self._verify(version)
         if self._url is None:
             self._process = policy_process(self._session, self._slot, folder, version_id=version.version_id)
         else:
             self._process = AttachedEngine(self._url)
+            await self._end_pause(self._url)
         self._process.start()
         await asyncio.to_thread(self._process.wait_ready)
         self._client = make_client(
@@ -157,6 +158,12 @@ class ServedEngine:
                 log.warning(
                     "the engine cannot pause, or does not tell which weights sampled which token: groups are parked instead"
                 )
+
+    async def _end_pause(self, url: str) -> None:
+        """Let an engine go on whose worker was killed while it was paused for a load: paused it answers no health check."""
+        async with SglangClient(url, patience=Patience(control_s=MARK_S)) as client:
+            with contextlib.suppress(EngineError):  # it cannot pause, or does not answer yet
+                await client.resume()
 
     async def sample(
         self, request: GenerateRequest, *, on_progress: OnProgress | None = None
@@ -222,10 +229,7 @@ class ServedEngine:
         """
         if self._slot is None:
             return None
-        if self.serving is None:  # starting, or loading weights
-            self._health.excuse()
-        else:
-            self._health.look()
+        self.require_healthy()
         slot_id = self._slot.slot_id
         if time.monotonic() - self._noted_at >= NOTE_S:
             self._noted_at, seen = time.monotonic(), self._trust.seen()
@@ -239,6 +243,17 @@ class ServedEngine:
                 serves_well=seen.serves_well,
             )
         return await asyncio.to_thread(engines.state_of, self._session.run, slot_id)
+
+    def require_healthy(self) -> None:
+        """Ask for its health now and then; never waits.
+
+        Raises:
+            EngineError: it has not answered a health check for too long.
+        """
+        if self.serving is None:  # starting
+            self._health.excuse()
+        else:
+            self._health.look()
 
     async def _answers(self, within_s: float) -> bool:
         return await self.client.health(timeout_s=within_s)
@@ -285,9 +300,20 @@ class ServedEngine:
     async def _prepare(self, version: WeightVersion) -> None:
         """Keep the files of a version from being removed, and read them once to see that they are what was published."""
         self.serving = None
+        self._health.excuse()  # nobody looks while it loads: what failed before would seem to have failed all the time
         await self._tell(version.version_id)
+        await self._verify(version)
+
+    async def _verify(self, version: WeightVersion) -> None:
         folder = self._session.run.root / version.path
-        await self._patiently(asyncio.to_thread(verify_weights, folder, version.digest))
+        limit_s = self._session.run.config.rollout.load_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._patiently(asyncio.to_thread(verify_weights, folder, version.digest))
+        except TimeoutError as error:
+            raise EngineError(
+                f"{folder} was not read and checked within {limit_s:g} s (rollout.load_timeout_s)"
+            ) from error
 
     async def _load(self, version: WeightVersion) -> None:
         folder = self._session.run.root / version.path

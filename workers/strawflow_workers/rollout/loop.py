@@ -9,7 +9,8 @@
 4. How far units in flight have come is saved every rollout.save_every_s seconds or save_every_tokens tokens: a worker that is
    killed loses no more than that.
 5. While there are groups enough for every worker, as many again are leased ahead: one begins the moment another has its
-   responses, before its rewards and the store. They are given back before other weights are loaded, and when groups get scarce.
+   responses, before its rewards and the store. They are given back before other weights are loaded, when groups get scarce,
+   and when nothing is to begin for a while.
 6. An engine that died or goes on refusing ends the worker; what it held is rescued with its attempts refunded. A unit
    that fails while the engine lives has used an attempt.
 """
@@ -80,6 +81,8 @@ class _Seen:
     at: float
     target: WeightVersion | None
     standing: Standing
+    is_scarce: bool
+    """Groups wait in reserve here, and none is left for others."""
 
 
 class RolloutLoop:
@@ -171,7 +174,8 @@ class RolloutLoop:
             self._seen = await self._blocking(self._look)
         seen = self._seen
         is_current = seen.target is None or seen.target.version_id == self._engine.serving
-        if not is_current or not self._is_fresh(seen.standing):
+        may_begin = is_current and self._is_fresh(seen.standing) and not self._is_backing_off
+        if seen.is_scarce or not may_begin:
             await self._release(self._reserve.give_up())
         if seen.target is None or is_current:
             return await self._store_and_fill(seen.standing)
@@ -188,7 +192,9 @@ class RolloutLoop:
         """
         admit.admit_due(self._session, self._mixing)
         target = publish_weights.version_to_serve(self._run)
-        return _Seen(time.monotonic(), target, progress.standing(self._run))
+        standing = progress.standing(self._run)
+        is_scarce = len(self._reserve) > 0 and not claim.any_left(self._run)
+        return _Seen(time.monotonic(), target, standing, is_scarce)
 
     async def _make_way(self) -> bool:
         """Bring what is in flight to where other weights may be loaded; False while it is waited for."""
@@ -208,6 +214,7 @@ class RolloutLoop:
         try:
             while self._in_flight:
                 # Again and again: a request may still have been on its way when the others were ended.
+                self._engine.require_healthy()
                 await self._engine.client.abort()
                 await self._gather_done()
                 await self._store()
@@ -314,6 +321,10 @@ class RolloutLoop:
             raise EngineError(f"the engine refused {self._failures_in_a_row} requests in a row: {error}")
         self._claims_from = time.monotonic() + min(0.1 * 2**self._failures_in_a_row, 5.0)
 
+    @property
+    def _is_backing_off(self) -> bool:
+        return time.monotonic() < self._claims_from
+
     async def _hand_in(
         self, what: str, hand_in: Callable[[str], complete.Receipt]
     ) -> tuple[complete.Receipt, list[Grant]]:
@@ -348,7 +359,7 @@ class RolloutLoop:
         limit = self._room(standing)
         if self._finished and is_fresh and not self._generator.gathers_claims:
             limit += self._reserve.room
-        if limit <= 0 or self._engine.serving is None or time.monotonic() < self._claims_from:
+        if limit <= 0 or self._engine.serving is None or self._is_backing_off:
             return None
         return Wanted(limit, self._engine.serving, ("eval", "train") if is_fresh else ("eval",))
 
@@ -380,7 +391,7 @@ class RolloutLoop:
     def _go_on(self, sampled: Grant) -> None:
         """Begin a group of the reserve in the place of one that has its responses."""
         self._being_scored.add(sampled.unit_id)
-        if self._engine.is_interrupted or self._drain.requested or time.monotonic() < self._claims_from:
+        if self._engine.is_interrupted or self._drain.requested or self._is_backing_off:
             return
         if self._seen is not None and self._room(self._seen.standing):
             grant = self._reserve.take()
@@ -426,6 +437,7 @@ class RolloutLoop:
 
     async def _give_back(self) -> None:
         """Drain: store what is finished and what was generated of the rest; what nothing came of is given back."""
+        released = await self._release(self._reserve.give_up())
         await self._gather_done()
         await self._store()
         if self._in_flight and self._engine.alive():
@@ -433,7 +445,7 @@ class RolloutLoop:
                 await asyncio.wait_for(self._break_off(), BREAK_OFF_S)
             except (EngineError, TimeoutError) as error:
                 log.warning("the engine did not end its requests: %s", error)
-        released = await self._release([*self._in_flight.values(), *self._reserve.give_up()])
+        released += await self._release(list(self._in_flight.values()))
         log.info("drained: %d units released", released)
 
     async def _first_version(self) -> WeightVersion | None:

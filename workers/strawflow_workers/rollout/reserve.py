@@ -1,8 +1,8 @@
 """Groups leased ahead of their turn, so that one begins the moment another has its responses, not after the store of them.
 
 1. Only fresh groups wait here: evaluation, and groups with saved progress, begin as soon as they are leased.
-2. Nothing is leased ahead while other workers may lack work: not within `AFTER_S` of the last claim that got less than it
-   asked for, and what is left of the reserve is given back at such a claim.
+2. Nothing is leased ahead while other workers may lack work. What is left is given back at a claim that got less than it
+   asked for, and by the owner once nothing is left to lease (`give_up`); nothing waits here within `AFTER_S` of that.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Reserve:
     def __init__(self, size: int, now: Callable[[], float] = time.monotonic) -> None:
         self._size, self._now = size, now
         self._grants: deque[Grant] = deque()
-        self._short_at = now()
+        self._given_up_at = now()
 
     def __len__(self) -> int:
         return len(self._grants)
@@ -31,7 +31,7 @@ class Reserve:
     @property
     def room(self) -> int:
         """How many more to lease ahead."""
-        if self._now() - self._short_at < AFTER_S:
+        if self._now() - self._given_up_at < AFTER_S:
             return 0
         return self._size - len(self._grants)
 
@@ -45,17 +45,15 @@ class Reserve:
         self._grants.extend(g for g in grants if g.unit_id not in begun)
         while self._grants and len(begin) < room:
             begin.append(self._grants.popleft())
-        if len(grants) >= asked:
-            return begin, []
-        self._short_at = self._now()
-        return begin, self.give_up()
+        return begin, [] if len(grants) >= asked else self.give_up()
 
     def take(self) -> Grant | None:
         """Return the group whose turn it is."""
         return self._grants.popleft() if self._grants else None
 
     def give_up(self) -> list[Grant]:
-        """Return all of them; the reserve is empty then."""
+        """Return all of them; the reserve is empty then, and stays so for a while."""
+        self._given_up_at = self._now()
         grants = list(self._grants)
         self._grants.clear()
         return grants

@@ -12,7 +12,8 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -238,7 +239,7 @@ class SglangClient:
                         status = int(problem.get("code") or 500) if isinstance(problem, dict) else 500
                         self._refuse("/generate", status, str(problem))
                     place = int(chunk.get("index") or 0)
-                    if not place < num_samples:
+                    if not 0 <= place < num_samples:
                         raise GarbageAnswerError(
                             f"a chunk of sample {place}, asked for {num_samples}", engine=self.url
                         )
@@ -246,7 +247,7 @@ class SglangClient:
         except (aiohttp.ClientError, TimeoutError) as error:
             reason = _reason(error, GENERATE)
             raise EngineUnavailableError(f"{GENERATE} broke off: {reason}", engine=self.url) from error
-        except (ValueError, TypeError, AttributeError) as error:
+        except (ValueError, TypeError, AttributeError, OverflowError) as error:
             raise EngineResponseError(
                 f"/generate streamed what is no chunk: {error}", engine=self.url
             ) from error
@@ -438,14 +439,16 @@ class StreamedSample:
         Raises:
             GarbageAnswerError: tokens are missing between it and the last one, or it is unsound in itself.
         """
+        with _malformed_is_garbage(self._engine):
+            self._add(chunk)
+            return self.so_far()
+
+    def _add(self, chunk: Mapping[str, Any]) -> None:
         had = len(self._output_ids)
-        try:
-            meta = chunk["meta_info"]
-            told = [int(token) for token in chunk["output_ids"]]
-            total = int(meta["completion_tokens"])
-            finish_reason = meta["finish_reason"]
-        except (KeyError, TypeError, ValueError) as error:
-            raise GarbageAnswerError(f"a chunk lacks a field: {error!r}", engine=self._engine) from error
+        meta = chunk["meta_info"]
+        told = [int(token) for token in chunk["output_ids"]]
+        total = int(meta["completion_tokens"])
+        finish_reason = meta["finish_reason"]
         entries = meta.get("output_token_logprobs")
         if len(told) == total and told[:had] == self._output_ids:  # all so far
             told = told[had:]
@@ -462,7 +465,6 @@ class StreamedSample:
             self._versions += _weight_versions(meta, len(told), self._engine)
         self._meta = meta
         self.has_ended = finish_reason is not None
-        return self.so_far()
 
     def so_far(self) -> Generation:
         """Return the sample as far as it has come; its lists grow with the next chunk."""
@@ -504,22 +506,27 @@ def parse_generation(sample: Any, *, engine: str = "") -> Generation:
     Raises:
         GarbageAnswerError: anything is missing, of unequal length or not a number that can be a log-probability.
     """
-    try:
+    with _malformed_is_garbage(engine):
         meta = sample["meta_info"]
         output_ids = [int(token) for token in sample["output_ids"]]
-        finish_reason = meta["finish_reason"]["type"]
-        prompt_tokens, cached_tokens = int(meta["prompt_tokens"]), int(meta.get("cached_tokens", 0))
-    except (KeyError, TypeError, ValueError) as error:
-        raise GarbageAnswerError(f"the answer lacks a field: {error!r}", engine=engine) from error
-    return Generation(
-        output_ids=output_ids,
-        logprobs=_logprobs(meta, output_ids, engine),
-        weight_versions=_weight_versions(meta, len(output_ids), engine),
-        finish_reason=str(finish_reason),
-        prompt_tokens=prompt_tokens,
-        cached_tokens=cached_tokens,
-        tells_spans=bool(meta.get("weight_versions")),
-    )
+        return Generation(
+            output_ids=output_ids,
+            logprobs=_logprobs(meta, output_ids, engine),
+            weight_versions=_weight_versions(meta, len(output_ids), engine),
+            finish_reason=str(meta["finish_reason"]["type"]),
+            prompt_tokens=int(meta["prompt_tokens"]),
+            cached_tokens=int(meta.get("cached_tokens", 0)),
+            tells_spans=bool(meta.get("weight_versions")),
+        )
+
+
+@contextmanager
+def _malformed_is_garbage(engine: str) -> Iterator[None]:
+    """Tell what Python makes of an answer with other types, names or magnitudes than an engine's as GarbageAnswerError."""
+    try:
+        yield
+    except (LookupError, TypeError, AttributeError, ValueError, OverflowError) as error:
+        raise GarbageAnswerError(f"the answer is malformed: {error!r}", engine=engine) from error
 
 
 def _logprobs(meta: Mapping[str, Any], output_ids: list[int], engine: str) -> list[float]:
