@@ -109,7 +109,7 @@ def test_a_drained_worker_parks_and_the_next_goes_on(make_run: Callable[..., Run
         publish(0)
         with Worker(run) as worker:
             worker.wait(lambda: in_flight(run))
-            worker.sleep(0.4)
+            worker.sleep(0.8)
         with run.index.read() as connection:
             parked = units.listed(connection, run.branch)
         assert [(u.state, u.parks, u.attempts) for u in parked] == [(UnitState.READY, 1, 0)] * NUM_UNITS
