@@ -111,6 +111,7 @@ def test_workers_told_to_end_or_stopped_by_others_are_replaced(tmp_path: Path) -
     assert num_mixed(root) > 0
 
 
+@pytest.mark.long
 def test_a_second_supervisor_is_refused_and_the_first_goes_on(tmp_path: Path) -> None:
     root = tmp_path / "run"
     make_run(root, engine="fake", steps=2, seed=6).close()

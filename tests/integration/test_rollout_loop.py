@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,16 @@ import pytest
 from strawflow.errors import CorruptCheckpointError, EngineError
 from strawflow.flow import admit, publish_weights
 from strawflow.flow.enqueue import EnqueueRequest, enqueue
+from strawflow.flow.progress import Standing
 from strawflow.flow.run import Run
 from strawflow.flow.session import WorkerSession
 from strawflow.index import datasets, units
+from strawflow.index.weights import WeightVersion
 from strawflow.prompts.row import PromptKeys
 from strawflow.prompts.source import PromptSource
 from strawflow.states import UnitState
+from strawflow_workers.rollout.engine import ServedEngine
+from strawflow_workers.rollout.loop import RolloutLoop
 from tests.integration.rollout_runs import (
     NUM_SAMPLES,
     NUM_UNITS,
@@ -162,3 +167,31 @@ def test_weights_that_are_not_what_was_published_are_never_loaded(make_run: Call
         ):
             worker.wait(lambda: bool(completed(run)))
     assert completed(run) == []
+
+
+def test_what_may_be_begun_after_a_load_is_looked_at_after_it(
+    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[tuple[float, float]] = []
+    loaded: list[float] = []
+    really_fill, really_reload = RolloutLoop._store_and_fill, ServedEngine.reload
+
+    async def fill(self: RolloutLoop, standing: Standing) -> bool:
+        assert self._seen is not None
+        looked.append((time.monotonic(), self._seen.at))
+        return await really_fill(self, standing)
+
+    async def reload(self: ServedEngine, version: WeightVersion) -> None:
+        await really_reload(self, version)
+        loaded.append(time.monotonic())
+
+    monkeypatch.setattr(RolloutLoop, "_store_and_fill", fill)
+    monkeypatch.setattr(ServedEngine, "reload", reload)
+    run = make_run(engine_options={"update-s": "0.3"})
+    with trainer_of(run) as publish:
+        publish(0)
+        with Worker(run) as worker:
+            worker.wait(lambda: len(completed(run)) >= NUM_UNITS)
+            publish(1)
+            worker.wait(lambda: bool(loaded) and looked[-1][0] > loaded[0])
+    assert min(seen_at for at, seen_at in looked if at > loaded[0]) > loaded[0]

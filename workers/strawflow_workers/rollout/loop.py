@@ -182,7 +182,10 @@ class RolloutLoop:
         moved = await self._store()
         if await self._make_way():
             await (self._engine.reload_inside if self._in_flight else self._engine.reload)(seen.target)
-            moved = await self._store_and_fill(seen.standing) or moved
+            self._seen = (
+                None  # a load may take minutes: what may be begun now depends on how far the run is by now
+            )
+            return True
         return moved
 
     def _look(self) -> _Seen:
