@@ -86,11 +86,21 @@ def test_without_an_entry_the_row_itself_is_scored() -> None:
         ("no.such.module:function", "cannot be loaded: No module named"),
         ("json:loadz", "cannot be loaded: module 'json' has no attribute 'loadz'; did you mean 'load"),
         ("json:__name__", "is str, not a function"),
+        (
+            "shutil:which",
+            r"got an unexpected keyword argument 'prompt'; it is called with \(response_text, \*, prompt, label, metadata\)",
+        ),
+        ("group:shutil:which", r"it is called with \(response_texts, "),
     ],
 )
 def test_a_reward_that_cannot_be_loaded_is_a_configuration_error(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_verifier(name)
+
+
+def test_what_post_processes_is_asked_to_take_the_texts_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"it is called with \(rewards, \*, response_texts, prompt, "):
+        load_verifier("shutil:which", post_processes=True)
 
 
 def test_the_exact_shape_pays_for_full_scores_only() -> None:

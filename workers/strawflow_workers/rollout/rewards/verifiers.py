@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -46,11 +47,19 @@ class Verifier:
     """What this host lacks for it, in words."""
 
 
-def load_verifier(name: str, *, settings: Mapping[str, Any] | None = None, limit_s: float = 10.0) -> Verifier:
+def load_verifier(
+    name: str,
+    *,
+    settings: Mapping[str, Any] | None = None,
+    limit_s: float = 10.0,
+    post_processes: bool = False,
+) -> Verifier:
     """Return the verifier of a name; `limit_s` is the time that one of its calls may take in all.
 
+    One that `post_processes` is given a group's rewards, and its texts by name.
+
     Raises:
-        ConfigError: no such verifier, or it cannot be imported.
+        ConfigError: no such verifier, it cannot be imported, or it does not take what it is given.
     """
     parsed = parse_reward(name)
     if parsed.over_http:
@@ -61,6 +70,8 @@ def load_verifier(name: str, *, settings: Mapping[str, Any] | None = None, limit
         if slime.is_slimes(function):
             takes_group = takes_group or slime.takes_samples(function)
             function = slime.group_reward(function) if takes_group else slime.reward(function)
+        else:
+            _require_fit(name, function, takes_group=takes_group, post_processes=post_processes)
         return Verifier(function, takes_group=takes_group)
     function = _built_in(parsed, settings or {}, limit_s)
     warnings: tuple[str, ...] = ()
@@ -97,6 +108,22 @@ def import_function(name: str, path: str) -> Function:
         raise ConfigError(f"reward {name!r} is {type(found).__name__}, not a function")
     function: Function = found
     return function
+
+
+def _require_fit(name: str, function: Function, *, takes_group: bool, post_processes: bool) -> None:
+    """Refuse a function that could not be called: each of its calls would fail a sample."""
+    first = "rewards" if post_processes else "response_texts" if takes_group else "response_text"
+    by_name = [*(["response_texts"] if post_processes else []), "prompt", "label", "metadata"]
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # it tells no parameters, as some that are not written in Python
+        return
+    try:
+        signature.bind("", **dict.fromkeys(by_name))
+    except TypeError as error:
+        raise ConfigError(
+            f"reward {name!r}{signature}: {error}; it is called with ({first}, *, {', '.join(by_name)})"
+        ) from None
 
 
 def _built_in(name: RewardName, settings: Mapping[str, Any], limit_s: float) -> Function:

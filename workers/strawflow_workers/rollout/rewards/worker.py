@@ -73,7 +73,12 @@ class _Verifiers:
                 self.load(name)
 
     def load(self, name: str) -> Verifier:
-        found = load_verifier(name, settings=self._spec.settings, limit_s=self._limit_s)
+        found = load_verifier(
+            name,
+            settings=self._spec.settings,
+            limit_s=self._limit_s,
+            post_processes=name == self._spec.post_process,
+        )
         self._loaded[name] = found
         return found
 
