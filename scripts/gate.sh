@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# All tests but the long ones. Most wait for disks, databases and processes more than they compute: three files of them run at
+# All tests but the long ones. Most wait for disks, databases and processes more than they compute: two files of them run at
 # a time. Those marked `alone` start engines and trainers, or time what they do: one at a time.
 # Arguments go to both parts. Exit code: that of the first part that failed; a part that a selection leaves empty does not
 # count, unless both are.
@@ -7,7 +7,7 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 
 NOTHING_SELECTED=5
-.venv/bin/python -m pytest -n 3 --dist loadfile -m "not long and not alone" "$@"
+.venv/bin/python -m pytest -n 2 --dist loadfile -m "not long and not alone" "$@"
 first=$?
 .venv/bin/python -m pytest -m "alone and not long" "$@"
 second=$?

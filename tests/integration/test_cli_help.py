@@ -13,6 +13,8 @@ import typer
 
 from strawflow.cli.main import app
 
+pytestmark = pytest.mark.alone
+
 HEAVY = ("torch", "ray", "sglang", "pyarrow", "sqlalchemy", "pydantic", "rich", "numpy", "strawflow_workers")
 
 PROBE = f"""
