@@ -165,9 +165,8 @@ def fold(records: Sequence[pa.RecordBatch]) -> pa.RecordBatch:
 def _by_member(rows: pa.RecordBatch) -> dict[int, list[dict[str, Any]]]:
     found: dict[int, list[dict[str, Any]]] = {}
     told = rows.to_pylist()
-    fill_in(
-        row["tensors"] for row in told
-    )  # the row that holds the data of others may be replaced by a later record
+    # The row that holds the data of others may be replaced by a later record.
+    fill_in(row["tensors"] for row in told)
     for row in told:
         found.setdefault(row["member"], []).append(row)
     return found

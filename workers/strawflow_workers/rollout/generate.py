@@ -370,8 +370,8 @@ class UnitGenerator:
     def _forget_streamed(self, grant: Grant, numbers: Sequence[int]) -> None:
         """Drop what came of an answer that is not believed."""
         underway = self._underway.get((grant.unit_id, grant.fence))
-        for number in numbers:
-            if underway is not None:
+        if underway is not None:
+            for number in numbers:
                 underway.streamed.pop(number, None)
 
     def _joined(self, found: _Response, before: Member | None, profile: SamplingProfile) -> _Response:

@@ -182,9 +182,8 @@ class RolloutLoop:
         moved = await self._store()
         if await self._make_way():
             await (self._engine.reload_inside if self._in_flight else self._engine.reload)(seen.target)
-            self._seen = (
-                None  # a load may take minutes: what may be begun now depends on how far the run is by now
-            )
+            # A load may take minutes: what may be begun now depends on how far the run is by now.
+            self._seen = None
             return True
         return moved
 

@@ -232,12 +232,12 @@ class SglangClient:
                 timeout=self._timeout_of[GENERATE],
             ) as answer:
                 if answer.status >= 400:
-                    self._refuse("/generate", answer.status, await answer.text())
+                    self._refuse(GENERATE, answer.status, await answer.text())
                 async for chunk in _chunks(answer.content):
                     if "error" in chunk:
                         problem = chunk["error"]
                         status = int(problem.get("code") or 500) if isinstance(problem, dict) else 500
-                        self._refuse("/generate", status, str(problem))
+                        self._refuse(GENERATE, status, str(problem))
                     place = int(chunk.get("index") or 0)
                     if not 0 <= place < num_samples:
                         raise GarbageAnswerError(
@@ -249,10 +249,10 @@ class SglangClient:
             raise EngineUnavailableError(f"{GENERATE} broke off: {reason}", engine=self.url) from error
         except (ValueError, TypeError, AttributeError, OverflowError) as error:
             raise EngineResponseError(
-                f"/generate streamed what is no chunk: {error}", engine=self.url
+                f"{GENERATE} streamed what is no chunk: {error}", engine=self.url
             ) from error
         if not all(sample.has_ended for sample in samples):
-            raise EngineUnavailableError("/generate broke off before its end", engine=self.url)
+            raise EngineUnavailableError(f"{GENERATE} broke off before its end", engine=self.url)
         return [sample.so_far() for sample in samples]
 
     async def update_weights_from_disk(self, path: str | Path, version: str) -> None:
