@@ -229,42 +229,74 @@ def quick(bench: Bench) -> Iterator[Row]:
     yield compare("the same", rates["ours"], "samples/s", against="bare client", theirs=rates["bare"])
 
 
+STREAMING = ("--incremental-streaming-output", "--stream-interval", "32")
+"""How a run that saves progress starts its engines."""
+
+
 @contextmanager
-def sglang(folder: Path, *arguments: str) -> Iterator[str]:
-    """A real SGLang server on this machine with a small random model; yields its address."""
+def sglang_server(folder: Path, *, label: str) -> Iterator[str]:
+    """A real SGLang server on this machine with a small random model; yields its address.
+
+    It streams as the engines of a run that saves progress do; an answer that is not streamed is the same with and without.
+    """
     model = make_model(folder / "served", seed=0, shape=TINY)
     options = SglangOptions(
-        model_path=model, log_path=folder / "sglang.log", weight_version="before", extra_args=arguments
+        model_path=model,
+        log_path=folder / "sglang.log",
+        weight_version=label,
+        extra_args=STREAMING,
     )
     with SglangServer(options) as server:
         yield server.url
 
 
-STREAMING = ("--incremental-streaming-output", "--stream-interval", "32")
-"""How a run that saves progress starts its engines."""
+def sglang(bench: Bench) -> Iterator[Row]:
+    """Real SGLang on the CPU: behind a worker and without it, then a worker that saves progress beside one that does not.
 
+    All runs name the very weights that the server started with, so that each worker can stay while others have their turns.
+    """
+    folder = bench.path("sglang")
+    short, long = 64, bench.pick(128, 256)
+    few, many = bench.pick(12, 32), bench.pick(18, 128)
 
-def saving(bench: Bench) -> Iterator[Row]:
-    """Real SGLang with longer responses: what it costs to save progress every second."""
-    tokens, count = bench.pick(128, 256), bench.pick(6, 32)
-    folder = bench.path("saving")
-    numbers = itertools.count()
-    with sglang(folder, *STREAMING) as url:
+    def rollout(name: str, url: str, tokens: int, **settings: float) -> Rollout:
+        own = folder / name
+        own.mkdir()
+        given = {f"rollout.{key}": value for key, value in settings.items()}
+        return Rollout(own, url=url, tokens=tokens, label=LABEL, engine="sglang", settings=given)
 
-        def side(save_every_s: float) -> float:
-            settings = {"rollout.save_every_s": save_every_s, "rollout.stream_interval": 32}
-            own = folder / f"run{next(numbers)}"
-            own.mkdir()
-            with Rollout(
-                own, url=url, tokens=tokens, label=None, engine="sglang", settings=settings
-            ) as rollout:
-                before = rollout.num_tokens()
-                seconds = rollout.groups(count)
-                return (rollout.num_tokens() - before) / seconds
+    def rate(of: Rollout, count: int) -> float:
+        before = of.num_tokens()
+        seconds = of.groups(count)
+        return (of.num_tokens() - before) / seconds
 
-        rates = take_turns({"saving": lambda: side(1.0), "not": lambda: side(0.0)}, bench.rounds)
+    with sglang_server(folder, label=LABEL) as url:
+        with rollout("plain", url, short, save_every_s=0) as ours:
+            params = sampling_params(ours.store.run.config.profiles()["train"], num_samples=SAMPLES)
+            rates = take_turns(
+                {
+                    "ours": lambda: rate(ours, many),
+                    "bare": lambda: bare_client(url, words(many), params=params)[0],
+                },
+                bench.rounds,
+            )
+        yield compare(
+            f"SGLang: tokens of groups of {SAMPLES} x up to {short} completed durably",
+            rates["ours"],
+            "tokens/s",
+            against="bare client",
+            theirs=rates["bare"],
+            target=at_least(0.97),
+        )
+        with (
+            rollout("saving", url, long, save_every_s=1.0, stream_interval=int(STREAMING[-1])) as saves,
+            rollout("without", url, long, save_every_s=0) as keeps,
+        ):
+            rates = take_turns(
+                {"saving": lambda: rate(saves, few), "not": lambda: rate(keeps, few)}, bench.rounds
+            )
     yield compare(
-        f"SGLang: tokens of groups of 8 x up to {tokens}, progress saved every second",
+        f"SGLang: tokens of groups of {SAMPLES} x up to {long}, progress saved every second",
         rates["saving"],
         "tokens/s",
         against="saving none, not streamed",
@@ -324,7 +356,7 @@ def tail(bench: Bench) -> Iterator[Row]:
         "rollout.on_new_weights": "park",
     }
     numbers, lost = itertools.count(), []
-    num_batches, token_s = bench.pick(5, 10), bench.pick(1, 4) * 0.001
+    num_batches, token_s = bench.pick(4, 10), bench.pick(7, 40) * 0.0001
 
     def side(settings: Mapping[str, Any]) -> float:
         own = bench.path(f"tail{next(numbers)}")
@@ -347,33 +379,5 @@ def tail(bench: Bench) -> Iterator[Row]:
     yield alone("tokens that were sampled and not kept, over-provisioning", lost, "tokens", target=at_most(0))
 
 
-def real(bench: Bench) -> Iterator[Row]:
-    """Real SGLang on the CPU (or the GPU, where there is one): tokens a second behind the worker and without it."""
-    tokens, count = 64, bench.pick(24, 128)
-    folder = bench.path("real")
-    with (
-        sglang(folder) as url,
-        Rollout(folder, url=url, tokens=tokens, label=None, engine="sglang") as rollout,
-    ):
-        params = sampling_params(rollout.store.run.config.profiles()["train"], num_samples=SAMPLES)
-
-        def ours() -> float:
-            before = rollout.num_tokens()
-            seconds = rollout.groups(count)
-            return (rollout.num_tokens() - before) / seconds
-
-        rates = take_turns(
-            {"ours": ours, "bare": lambda: bare_client(url, words(count), params=params)[0]}, bench.rounds
-        )
-    yield compare(
-        "SGLang: tokens of groups of 8 completed durably",
-        rates["ours"],
-        "tokens/s",
-        against="bare client",
-        theirs=rates["bare"],
-        target=at_least(0.97),
-    )
-
-
 if __name__ == "__main__":
-    raise SystemExit(main(__doc__ or "", {"quick": quick, "real": real, "saving": saving, "tail": tail}))
+    raise SystemExit(main(__doc__ or "", {"quick": quick, "sglang": sglang, "tail": tail}))

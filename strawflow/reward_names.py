@@ -9,12 +9,12 @@
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 from urllib.parse import urlsplit
 
+from strawflow.dotted_path import is_dotted_path
 from strawflow.errors import ConfigError
 
 BUILT_IN = ("exact", "f1", "math", "multiple_choice", "instructions", "code:python", "random")
@@ -26,7 +26,6 @@ GYM = "reasoning_gym"
 REMOTE = "remote"
 REWARD_MODEL = "reward_model"
 
-_FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 _FORMS = (*BUILT_IN, *(BOXED + name for name in BOXABLE), f"{GYM}:", f"{REMOTE}:", f"{REWARD_MODEL}:", GROUP)
 _KNOWN = f"known are {', '.join(BUILT_IN)}, {BOXED}NAME, {GYM}:DATASET, package.module:function, {REMOTE}:URL and {REWARD_MODEL}:URL"
 
@@ -72,7 +71,7 @@ def parse_reward(text: str) -> RewardName:
         if takes_group:
             raise ConfigError(f"reward {text!r}: this one scores one response at a time; leave out {GROUP!r}")
         return found
-    if _FUNCTION.fullmatch(rest) and scheme != "code":  # `code:...` is never meant to be Python's own module
+    if is_dotted_path(rest) and scheme != "code":  # `code:...` is never meant to be Python's own module
         return RewardName(text, "function", rest, takes_group=takes_group)
     raise ConfigError(f"reward {text!r} is unknown{_nearest(rest)}; {_KNOWN}")
 

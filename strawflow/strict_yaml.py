@@ -20,7 +20,12 @@ def read_yaml(path: Path, *, what: str) -> Any:
         ConfigError: there is no such file, or it is no YAML; names file and place.
     """
     try:
-        return yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)
+        loader = _StrictLoader(path.read_text(encoding="utf-8"))
+        loader.name = str(path)  # what errors call it
+        try:
+            return loader.get_single_data()
+        finally:
+            loader.dispose()
     except FileNotFoundError:
         raise ConfigError(f"there is no file {path} of {what}") from None
     except (OSError, UnicodeDecodeError) as error:

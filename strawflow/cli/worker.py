@@ -92,14 +92,23 @@ def check_engine_flags(config: RunConfig, *, given: Sequence[str]) -> None:
         _check_flags("router-flags", of_router)
     if rollout.engine != "sglang":
         return
-    lines = {tuple(given), *(plan.arguments for placement in placed for plan in placement.engines)}
-    for arguments in sorted(lines - {()}):
-        _check_flags("sglang-flags", arguments)
+    lines = {tuple(given): ""}
+    for placement in placed:
+        for plan in placement.engines:
+            lines.setdefault(
+                plan.arguments,
+                f"the topology's model {placement.model!r}, overrides of a {plan.worker_type} server group: ",
+            )
+    for arguments, place in lines.items():
+        if arguments:
+            _check_flags("sglang-flags", arguments, place=place)
 
 
-def _check_flags(verb: str, arguments: Sequence[str]) -> None:
+def _check_flags(verb: str, arguments: Sequence[str], *, place: str = "") -> None:
     require_installed(verb)
-    done = subprocess.run([sys.executable, "-m", ENTRY, verb, "--check", *arguments], check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", ENTRY, verb, "--place", place, "--check", *arguments], check=False
+    )
     if done.returncode != 0:
         raise typer.Exit(done.returncode)
 

@@ -165,6 +165,26 @@ def test_flags_of_the_router_are_refused_by_the_installed_one_or_kept_for_a_topo
         check_flags(["--port", "1"], ROUTER)
     with pytest.raises(ConfigError, match="SGLang's router does not take --policy best"):
         check_flags(["--policy", "best"], ROUTER)
+    with pytest.raises(ConfigError, match=r"^the file's router: the installed router has no flag --polcy"):
+        check_flags(["--polcy", "best"], ROUTER, place="the file's router: ")
+    assert not (tmp_path / "runs/b").exists()
+
+
+@pytest.mark.long
+def test_a_flag_in_a_topology_that_sglang_does_not_have_is_told_with_its_model(
+    cli: Cli, tmp_path: Path
+) -> None:
+    topology = tmp_path / "topology.yaml"
+    topology.write_text("models: [{name: policy, server_groups: [{overrides: {context-lenght: 5}}]}]\n")
+    words = ("run", "create", "b", "--topology", str(topology))
+    refused = subprocess.run(
+        [sys.executable, "-m", "strawflow.cli.main", *words], capture_output=True, text=True
+    )
+    assert refused.returncode == ConfigError.exit_code
+    assert refused.stderr.startswith(
+        "error: the topology's model 'policy', overrides of a regular server group: the installed SGLang has no flag "
+        "--context-lenght; did you mean --sglang-context-length?"
+    )
     assert not (tmp_path / "runs/b").exists()
 
 

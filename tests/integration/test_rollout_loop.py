@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from strawflow.errors import CorruptCheckpointError, EngineError
+from strawflow.errors import ConfigError, CorruptCheckpointError, EngineError
 from strawflow.flow import admit, publish_weights
 from strawflow.flow.enqueue import EnqueueRequest, enqueue
 from strawflow.flow.progress import Standing
@@ -59,6 +61,20 @@ def test_responses_are_stored_with_logprobs_and_the_version_that_sampled_them(
         assert row["weight_versions"][0].startswith("v000000-main-f1-")
         assert row["reward"] == row["score"]
     assert len({tuple(r["response_tokens"]) for r in rows}) > NUM_UNITS, "samples of a group do not differ"
+
+
+def test_a_worker_whose_hook_cannot_be_imported_ends_with_one_line_of_why(
+    make_run: Callable[..., Run],
+) -> None:
+    run = make_run(generate="no_such_module_anywhere:f")
+    ended = subprocess.run(
+        [sys.executable, "-m", "strawflow_workers.entry", "rollout", str(run.root)],
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == ConfigError.exit_code
+    assert "rollout.generate 'no_such_module_anywhere:f' cannot be imported" in ended.stderr.splitlines()[-1]
+    assert "Traceback" not in ended.stderr
 
 
 def test_short_log_probabilities_fail_the_sample_with_the_reason(make_run: Callable[..., Run]) -> None:

@@ -293,3 +293,18 @@ def test_an_engine_without_an_address_is_refused_when_the_run_is_made() -> None:
         ConfigError, match=r"rollout\.engine_urls: 'b:30000' is no address of an engine; write http"
     ):
         refuse_deadlocks(load_config(flags={"rollout.engine_urls": '["http://a:30000", "b:30000"]'}))
+
+
+@pytest.mark.parametrize(
+    "setting",
+    ["rollout.generate", "rollout.curriculum", "rollout.sample_filter", "assemble.convert", "assemble.log"],
+)
+def test_a_hook_that_is_no_dotted_path_is_refused_before_a_run_is_made(setting: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_config(flags={setting: "my_hooks.fans_out"})
+    assert refused.value.message == (
+        f"--{setting}: setting {setting}: 'my_hooks.fans_out' is no dotted path; write package.module:function"
+    )
+    assert (
+        load_config(flags={setting: "my_hooks:fans_out"}) != load_config() == load_config(flags={setting: ""})
+    )

@@ -150,6 +150,8 @@ def test_what_is_wrong_is_told_with_file_entry_and_field(path: Path, text: str, 
     assert refused.value.message.startswith(str(path))
     assert told in refused.value.message
     assert "\n" not in refused.value.message
+    if "not valid YAML" in told:
+        assert f'in "{path}", line 1' in refused.value.message
 
 
 def test_a_file_that_is_not_there_or_no_text_is_refused(path: Path) -> None:

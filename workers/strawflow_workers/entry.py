@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from strawflow.errors import StrawflowError
+from strawflow.errors import ConfigError, InvalidInputError, StrawflowError
 from strawflow.parentage import die_with_parent
 
 if TYPE_CHECKING:
@@ -45,7 +45,10 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return VERBS[arguments.verb](arguments)
     except StrawflowError as error:
-        if arguments.verb in WORKERS:
+        if arguments.verb in WORKERS and isinstance(error, ConfigError | InvalidInputError):
+            # What the user is to mend says so in its message; a traceback would bury it.
+            logging.getLogger(__name__).error("the worker ends: %s", error)
+        elif arguments.verb in WORKERS:
             logging.getLogger(__name__).exception("the worker ends")
         elif arguments.json:
             shown = {"error": {"kind": error.kind, "message": error.message, "facts": error.facts}}
@@ -83,6 +86,9 @@ def _parser() -> argparse.ArgumentParser:
     for verb in ("sglang-flags", "router-flags"):
         flags = verbs.add_parser(verb)
         flags.add_argument("--json", action="store_true")
+        flags.add_argument(
+            "--place", default="", help="where the arguments to check were found, for the error"
+        )
         flags.add_argument(
             "--check", nargs=argparse.REMAINDER, help="arguments to check instead of listing all"
         )
@@ -177,7 +183,7 @@ def _flags(arguments: argparse.Namespace) -> int:
 
     program = sglang_flags.SERVER if arguments.verb == "sglang-flags" else sglang_flags.ROUTER
     if arguments.check is not None:
-        sglang_flags.check_flags(arguments.check, program)
+        sglang_flags.check_flags(arguments.check, program, place=arguments.place)
         return 0
     found = sglang_flags.known_flags(program)
     if arguments.json:

@@ -78,8 +78,8 @@ def known_flags(program: Program = SERVER) -> list[ServerFlag]:
     return [ServerFlag(**{**flag, "choices": tuple(flag["choices"])}) for flag in told]
 
 
-def check_flags(arguments: Sequence[str], program: Program = SERVER) -> None:
-    """Refuse arguments that the installed program would not take, or that are not free.
+def check_flags(arguments: Sequence[str], program: Program = SERVER, *, place: str = "") -> None:
+    """Refuse arguments that the installed program would not take, or that are not free; `place` begins each error.
 
     Raises:
         ConfigError: names the flag, and the nearest known one.
@@ -87,17 +87,17 @@ def check_flags(arguments: Sequence[str], program: Program = SERVER) -> None:
     given = [word.removeprefix("--").partition("=")[0] for word in arguments if word.startswith("--")]
     for name in given:
         if name in program.ours:
-            raise ConfigError(f"{program.prefix}{name} cannot be set: {program.ours[name]}")
+            raise ConfigError(f"{place}{program.prefix}{name} cannot be set: {program.ours[name]}")
     answer = json.loads(_asked(program, "parse", *arguments))
     for name in given:
         if name not in answer["known"]:
             near = difflib.get_close_matches(name, answer["known"], n=1)
             hint = f"; did you mean {program.prefix}{near[0]}?" if near else ""
             raise ConfigError(
-                f"the installed {program.name.removeprefix(_POSSESSIVE)} has no flag --{name}{hint}"
+                f"{place}the installed {program.name.removeprefix(_POSSESSIVE)} has no flag --{name}{hint}"
             )
     if answer["problem"]:
-        raise ConfigError(f"{program.name} does not take {' '.join(arguments)}: {answer['problem']}")
+        raise ConfigError(f"{place}{program.name} does not take {' '.join(arguments)}: {answer['problem']}")
 
 
 _POSSESSIVE = "SGLang's "

@@ -10,7 +10,6 @@ import functools
 import importlib
 import inspect
 import pkgutil
-import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from types import ModuleType
 from typing import Any, cast
 
 from strawflow.config import RunConfig
+from strawflow.dotted_path import is_dotted_path
 from strawflow.errors import ConfigError
 from strawflow_workers.rollout.hooks import slime, slime_rollout, slime_source, slime_training
 from strawflow_workers.rollout.hooks.converted import GroupShaper
@@ -35,8 +35,6 @@ from strawflow_workers.rollout.hooks.interfaces import (
 )
 
 Function = Callable[..., Any]
-
-_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
 @dataclass(frozen=True)
@@ -235,7 +233,7 @@ def import_function(path: str, *, where: str, known: tuple[str, ...] = ()) -> Fu
     Raises:
         ConfigError: it cannot be imported, or is nothing that can be called.
     """
-    if not _PATH.fullmatch(path):
+    if not is_dotted_path(path):
         raise ConfigError(
             f"{where} {path!r} is no dotted path; write package.module:function{_nearest(path, known)}"
         )
