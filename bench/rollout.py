@@ -207,7 +207,7 @@ async def _streamed(answer: aiohttp.ClientResponse) -> int:
 
 def quick(bench: Bench) -> Iterator[Row]:
     """An engine that answers in 5 ms: how many samples a worker process completes."""
-    tokens, count = 32, bench.pick(256, 1024)
+    tokens, count = 32, bench.pick(192, 1024)
     with (
         QuickEngine(tokens=tokens, samples=SAMPLES, delay_s=0.005) as engine,
         Rollout(bench.path("quick"), url=engine.url, tokens=tokens, label=LABEL, engine="fake") as rollout,
@@ -256,8 +256,10 @@ def sglang(bench: Bench) -> Iterator[Row]:
     All runs name the very weights that the server started with, so that each worker can stay while others have their turns.
     """
     folder = bench.path("sglang")
-    short, long = 64, bench.pick(128, 256)
-    few, many = bench.pick(12, 32), bench.pick(18, 128)
+    short, long = bench.pick(32, 64), bench.pick(128, 256)
+    # Several waves a turn: in one, as long as the longest answer takes, its begin and end are most of it.
+    many, at_once = bench.pick(96, 128), GROUPS_AT_ONCE
+    few, few_at_once = bench.pick(8, 32), bench.pick(4, 8)
 
     def rollout(name: str, url: str, tokens: int, **settings: float) -> Rollout:
         own = folder / name
@@ -271,17 +273,17 @@ def sglang(bench: Bench) -> Iterator[Row]:
         return (of.num_tokens() - before) / seconds
 
     with sglang_server(folder, label=LABEL) as url:
-        with rollout("plain", url, short, save_every_s=0) as ours:
+        with rollout("plain", url, short, save_every_s=0, units_in_flight=at_once) as ours:
             params = sampling_params(ours.store.run.config.profiles()["train"], num_samples=SAMPLES)
             rates = take_turns(
                 {
                     "ours": lambda: rate(ours, many),
-                    "bare": lambda: bare_client(url, words(many), params=params)[0],
+                    "bare": lambda: bare_client(url, words(many), params=params, num_at_once=at_once)[0],
                 },
                 bench.rounds,
             )
         yield compare(
-            f"SGLang: tokens of groups of {SAMPLES} x up to {short} completed durably",
+            f"SGLang: tokens of {at_once} groups of {SAMPLES} at once, up to {short} each, completed durably",
             rates["ours"],
             "tokens/s",
             against="bare client",
@@ -289,14 +291,21 @@ def sglang(bench: Bench) -> Iterator[Row]:
             target=at_least(0.97),
         )
         with (
-            rollout("saving", url, long, save_every_s=1.0, stream_interval=int(STREAMING[-1])) as saves,
-            rollout("without", url, long, save_every_s=0) as keeps,
+            rollout(
+                "saving",
+                url,
+                long,
+                save_every_s=1.0,
+                stream_interval=int(STREAMING[-1]),
+                units_in_flight=few_at_once,
+            ) as saves,
+            rollout("without", url, long, save_every_s=0, units_in_flight=few_at_once) as keeps,
         ):
             rates = take_turns(
                 {"saving": lambda: rate(saves, few), "not": lambda: rate(keeps, few)}, bench.rounds
             )
     yield compare(
-        f"SGLang: tokens of groups of {SAMPLES} x up to {long}, progress saved every second",
+        f"SGLang: tokens of {few_at_once} groups of {SAMPLES} at once, up to {long} each, progress saved every second",
         rates["saving"],
         "tokens/s",
         against="saving none, not streamed",
@@ -356,7 +365,7 @@ def tail(bench: Bench) -> Iterator[Row]:
         "rollout.on_new_weights": "park",
     }
     numbers, lost = itertools.count(), []
-    num_batches, token_s = bench.pick(4, 10), bench.pick(7, 40) * 0.0001
+    num_batches, token_s = bench.pick(3, 10), bench.pick(7, 40) * 0.0001
 
     def side(settings: Mapping[str, Any]) -> float:
         own = bench.path(f"tail{next(numbers)}")

@@ -89,16 +89,17 @@ has_compiler() {
 has_compiler || install_debian "a C compiler or Python's headers are missing" gcc libc6-dev python3-dev ||
     fail "a package of the lock cannot be built without them"
 
-pip() { $VENV/bin/python -m pip --disable-pip-version-check --no-input "$@"; }
+# Modules are compiled when they are first imported, which most of them never are.
+install() { $VENV/bin/python -m pip --disable-pip-version-check --no-input install -qq --no-compile --no-deps "$@"; }
 
 torch=$(grep '^torch==' "$LOCK")
 say "installing $torch"
-pip install -qq --no-deps --only-binary :all: ${STRAWFLOW_TORCH_INDEX:+--index-url "$STRAWFLOW_TORCH_INDEX"} "$torch" ||
+install --only-binary :all: ${STRAWFLOW_TORCH_INDEX:+--index-url "$STRAWFLOW_TORCH_INDEX"} "$torch" ||
     fail "$torch could not be installed"
 
 say "installing $(grep -c '==' "$LOCK") pinned packages"
-pip install -qq --no-deps -r "$LOCK" || fail "pip could not install $LOCK"
-pip install -qq --no-deps --no-build-isolation -e . || fail "strawflow itself could not be installed"
+install -r "$LOCK" || fail "pip could not install $LOCK"
+install --no-build-isolation -e . || fail "strawflow itself could not be installed"
 
 $VENV/bin/python -c 'import sys, torch; sys.exit(torch.version.cuda is not None)' ||
     fail "torch does not load or is a CUDA build; set STRAWFLOW_TORCH_INDEX to a registry with CPU builds and run again"

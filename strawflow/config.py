@@ -12,17 +12,9 @@ import json
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from strawflow import sampling
 from strawflow.dotted_path import checked_path
@@ -44,10 +36,6 @@ from strawflow.topology import Topology, checked_topology, read_topology
 ENV_PREFIX = "STRAWFLOW_"
 _COMMANDS = {"run", "eval"}
 """Sections whose name is also a command's: STRAWFLOW_RUN_... may be an option of `strawflow run`."""
-
-
-DottedPath = Annotated[str, AfterValidator(checked_path)]
-"""`package.module:function`, or empty."""
 
 
 class Section(BaseModel):
@@ -172,15 +160,15 @@ class RolloutSection(Section):
     """`package.module:function` that turns a group's rewards into those that are trained; empty: none."""
     row_rewards: tuple[str, ...] = ()
     """Functions and addresses that a row may name in `metadata.reward`; strawflow's own rewards need no listing."""
-    generate: DottedPath = ""
+    generate: str = ""
     """Hook `package.module:function` that makes rollouts (turns, tools, several segments); empty: one request a sample."""
-    generate_groups: DottedPath = ""
+    generate_groups: str = ""
     """Hook `package.module:function` that makes all rollouts of one claim in one call; empty: none. Not beside `generate`."""
     generate_timeout_s: float = Field(default=0.0, ge=0)
     """Seconds that one call of the generate hook may take before its member (or claim) fails; 0: no bound."""
-    sample_filter: DottedPath = ""
+    sample_filter: str = ""
     """Hook `package.module:function` that may drop a rollout with a reason, before its reward; empty: none."""
-    curriculum: DottedPath = ""
+    curriculum: str = ""
     """Hook `package.module:function` that sets the weights of the prompt sets as the run goes on; empty: they stay."""
     max_attempts: int = Field(default=3, ge=1)
     """Grants of a unit before it is set aside as failed."""
@@ -211,6 +199,8 @@ class RolloutSection(Section):
     created."""
     engine_options: dict[str, str] = Field(default_factory=dict)
     """For the fake engine: its fault switches."""
+
+    _are_paths = field_validator("generate", "generate_groups", "sample_filter", "curriculum")(checked_path)
 
     @field_validator("reward")
     @classmethod
@@ -248,14 +238,16 @@ class AssembleSection(Section):
     group_filter: str = ""
     """Which groups take a place in a batch (dynamic sampling): `nonzero_deviation`, or a hook `package.module:function`; one
     that is dropped is replaced by another. Empty: all do, and those without signal leave their place unused."""
-    post_process: DottedPath = ""
+    post_process: str = ""
     """Hook `package.module:function` that turns the rewards of a planned group into others, or into advantages; empty: none."""
-    convert: DottedPath = ""
+    convert: str = ""
     """Hook `package.module:function` that turns a planned group into the rows that are trained; empty: its segments as stored."""
-    log: DottedPath = ""
+    log: str = ""
     """Hook `package.module:function` that is told of each batch when it is planned; empty: none."""
     starved_after_batches: int = Field(default=8, ge=1)
     """Groups dropped in a row, in units of a batch, after which the run stops as starved."""
+
+    _are_paths = field_validator("post_process", "convert", "log")(checked_path)
 
 
 class TrainerSection(Section):

@@ -19,7 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -159,9 +159,9 @@ def expected_generation(
     return Sample(output_ids, logprobs, "stop" if finished else "length")
 
 
-@dataclass
+@dataclass(eq=False)
 class _Running:
-    """A request being answered."""
+    """A request being answered. Its number is no name for it: counts begin anew with each set of faults."""
 
     rid: str
     aborted: threading.Event = field(default_factory=threading.Event)
@@ -197,7 +197,7 @@ class FakeEngine:
         self._weight_version = self.options.first_label()
         self._counts = {"generate": 0, "update": 0}
         self._requests: deque[Any] = deque(maxlen=_KEPT_REQUESTS)
-        self._in_flight: dict[int, _Running] = {}
+        self._in_flight: set[_Running] = set()
         self._goes_on = threading.Event()
         self._goes_on.set()
         self._server = _Server((self.options.host, self.options.port), _handler_of(self))
@@ -309,7 +309,7 @@ class FakeEngine:
             return 500, {"error": {"message": f"injected failure of request {number}"}}
         if body.get("stream"):
             return 200, self._stream(body, number, faults)
-        *_, drafts = self._rounds(body, number, faults)
+        *_, drafts = self._rounds(body, faults)
         answers = [self._told(body, place, draft) for place, draft in enumerate(drafts)]
         if body.get("return_logprob"):
             _spoil(answers[0]["meta_info"], faults, number)
@@ -318,7 +318,7 @@ class FakeEngine:
     def _stream(self, body: Any, number: int, faults: Faults) -> Iterator[dict[str, Any]]:
         """Yield the chunks of a streamed answer, as SGLang does with --incremental-streaming-output."""
         sent: dict[int, int] = {}
-        for drafts in self._rounds(body, number, faults):
+        for drafts in self._rounds(body, faults):
             for place, draft in enumerate(drafts):
                 had = sent.get(place, 0)
                 is_due = len(draft.output_ids) - had >= self.options.stream_interval
@@ -331,16 +331,16 @@ class FakeEngine:
             if 0 < faults.cut_stream_after <= len(drafts[0].output_ids):
                 raise ConnectionAbortedError
 
-    def _rounds(self, body: Any, number: int, faults: Faults) -> Iterator[list[_Draft]]:
+    def _rounds(self, body: Any, faults: Faults) -> Iterator[list[_Draft]]:
         """Yield a request's samples after each round of tokens, and once more when all have ended."""
         running = _Running(str(body.get("rid") or ""))
         with self._lock:
-            self._in_flight[number] = running
+            self._in_flight.add(running)
         try:
             yield from self._drawn(body, running, faults)
         finally:
             with self._lock:
-                del self._in_flight[number]
+                self._in_flight.remove(running)
 
     def _drawn(self, body: Any, running: _Running, faults: Faults) -> Iterator[list[_Draft]]:
         """Draw all samples of a request side by side, until they end or it is aborted."""
@@ -419,7 +419,7 @@ class FakeEngine:
 
     def _abort(self, rid_prefix: str) -> None:
         with self._lock:
-            for running in self._in_flight.values():
+            for running in self._in_flight:
                 if running.rid.startswith(rid_prefix):
                     running.aborted.set()
 
@@ -524,6 +524,10 @@ def _handler_of(engine: FakeEngine) -> type[BaseHTTPRequestHandler]:
                 super().handle()
             except ConnectionError:
                 self.close_connection = True  # the client was killed or gave up: nobody is left to tell
+
+        def finish(self) -> None:
+            with suppress(ConnectionError):  # what a client that is gone was still to be told
+                super().finish()
 
         def log_message(self, format: str, *args: Any) -> None:
             return None

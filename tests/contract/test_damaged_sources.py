@@ -143,15 +143,18 @@ def test_a_journal_of_two_runs_is_refused_not_a_traceback(tmp_path: Path, settin
 # ---- damaged journal
 
 
+@pytest.mark.parametrize("every", [pytest.param(2, marks=pytest.mark.long), 7])
 @on_sqlite
-def test_damage_anywhere_in_the_journal_is_refused_and_gone_over_only_when_told_to(small: SmallRun) -> None:
+def test_damage_anywhere_in_the_journal_is_refused_and_gone_over_only_when_told_to(
+    small: SmallRun, every: int
+) -> None:
     small.advance(2)
     small.sample(2)
     end_sessions(small)
     root = lose_index(small.run)
     whole = rebuild.plan(root)
     for path in sorted(root.glob("packs/journal/*.arrow")):
-        for offset, length, _ in list(messages_of(root, path))[::2]:
+        for offset, length, _ in list(messages_of(root, path))[::every]:
             for at in (offset, offset + 4, offset + length - 40):
                 flip(path, at)
                 with pytest.raises(

@@ -51,6 +51,7 @@ def live_and_lose(root: Path, *, losses: int, seed: int, steps: int) -> None:
     check_finished(root, digests)
 
 
+@pytest.mark.long
 def test_a_run_that_loses_its_index_ends_at_the_weights_of_an_uninterrupted_one(tmp_path: Path) -> None:
     live_and_lose(tmp_path / "run", losses=1, seed=21, steps=8)
 

@@ -33,6 +33,10 @@ from strawflow.states import UnitState
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PROMPTS = [{"prompt": f"prompt {n}", "label": str(n)} for n in range(24)]
+LONG_ON_POSTGRESQL = pytest.mark.parametrize(
+    "index_url", ["sqlite", pytest.param("postgresql", marks=pytest.mark.long)], indirect=True
+)
+"""For tests of whole programs, which take seconds."""
 
 
 def make(folder: Path, *, index_url: str = "") -> strawflow.Store:
@@ -237,6 +241,7 @@ def test_the_examples_are_twenty_lines_of_work_each() -> None:
         assert len(lines) <= 25, path.name
 
 
+@LONG_ON_POSTGRESQL
 def test_the_examples_go_through_a_run_and_two_consumers_do_not_disturb_each_other(
     store: strawflow.Store, tmp_path: Path
 ) -> None:
@@ -257,6 +262,7 @@ def test_the_examples_go_through_a_run_and_two_consumers_do_not_disturb_each_oth
     assert pq.read_table(tmp_path / "out").num_rows == 32
 
 
+@LONG_ON_POSTGRESQL
 @pytest.mark.parametrize(
     "fault", ["checkpoint.after_files:2", "checkpoint.after_commit:2", "assemble.before_plan:3"]
 )
@@ -275,6 +281,7 @@ def test_a_killed_consumer_goes_on_with_the_same_batches(
     assert json.loads(again.stdout.splitlines()[-1]) == {"step": 3, "reward": 12.0}, again.stderr
 
 
+@LONG_ON_POSTGRESQL
 @pytest.mark.parametrize("fault", ["commit.before:1", "commit.after:2", "pack.after_append:1"])
 def test_a_killed_producer_loses_and_repeats_no_prompt(store: strawflow.Store, fault: str) -> None:
     store.admit(20)

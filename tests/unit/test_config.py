@@ -24,6 +24,16 @@ from strawflow.eval_datasets import EvalDataset
 from strawflow.prompt_sets import PromptSet
 from strawflow.topology import Topology
 
+HOOKS = (
+    "rollout.generate",
+    "rollout.generate_groups",
+    "rollout.sample_filter",
+    "rollout.curriculum",
+    "assemble.post_process",
+    "assemble.convert",
+    "assemble.log",
+)
+
 
 @pytest.fixture
 def toml(tmp_path: Path) -> Path:
@@ -108,6 +118,8 @@ def another(name: str, default: Any) -> tuple[str, Any]:
         return json.dumps([entry]), (EvalDataset.model_validate(entry),)
     if name in choices:
         return choices[name], choices[name]
+    if name in HOOKS:
+        return "my_hooks:one", "my_hooks:one"
     if name == "rollout.row_rewards":
         return '["mine:score"]', ("mine:score",)
     match default:
@@ -295,10 +307,7 @@ def test_an_engine_without_an_address_is_refused_when_the_run_is_made() -> None:
         refuse_deadlocks(load_config(flags={"rollout.engine_urls": '["http://a:30000", "b:30000"]'}))
 
 
-@pytest.mark.parametrize(
-    "setting",
-    ["rollout.generate", "rollout.curriculum", "rollout.sample_filter", "assemble.convert", "assemble.log"],
-)
+@pytest.mark.parametrize("setting", HOOKS)
 def test_a_hook_that_is_no_dotted_path_is_refused_before_a_run_is_made(setting: str) -> None:
     with pytest.raises(ConfigError) as refused:
         load_config(flags={setting: "my_hooks.fans_out"})

@@ -182,6 +182,28 @@ def test_an_abort_ends_a_waiting_request_with_what_it_has(engine: FakeEngine) ->
     asyncio.run(run())
 
 
+def test_requests_from_before_and_after_a_change_of_faults_are_each_ended_by_their_own_name(
+    engine: FakeEngine,
+) -> None:
+    async def run() -> None:
+        async with client_of(engine) as client:
+            waiting = []
+            for name in ("u1", "u2"):  # each the first request of its set of faults: counts begin anew
+                engine.set_faults(hang=True)
+                asked = GenerateRequest(input_ids=PROMPT, sampling_params={"max_new_tokens": 6}, rid=name)
+                waiting.append(asyncio.create_task(client.generate(asked)))
+                while engine.num_generated < 1:
+                    await asyncio.sleep(0.01)
+            await client.abort("u2")
+            (second,) = await waiting[1]
+            assert not waiting[0].done()
+            await client.abort("u1")
+            (first,) = await waiting[0]
+            assert (first.finish_reason, second.finish_reason) == ("abort", "abort")
+
+    asyncio.run(run())
+
+
 def test_a_streamed_answer_is_told_in_parts_and_is_the_predicted_one() -> None:
     told: dict[int, list[int]] = {}
 
