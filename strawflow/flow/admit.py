@@ -37,17 +37,23 @@ MAX_ADMITTED = 1_000_000
 
 @dataclass(frozen=True)
 class Demand:
-    """How many groups of a profile may have been admitted by now, of some datasets together."""
+    """How many groups of a profile may be admitted, of some datasets together."""
 
     datasets: tuple[str, ...]
     profile: str
     limit: int
+    """How many may have been admitted by now."""
     is_mixed: bool = False
     """Whether they are the run's prompt sets, drawn from by weight or made by hooks."""
+    is_further: bool = False
+    """Whether `limit` counts from what has been admitted. A bound made of that number, read before, would lack what others
+    admitted between the two reads."""
 
-    def num_admitted(self, connection: Connection, branch_id: str) -> int:
-        """Return how many have been."""
-        return sum(datasets.num_admitted(connection, branch_id, name) for name in self.datasets)
+    def room(self, connection: Connection, branch_id: str) -> int:
+        """Return how many more may be."""
+        if self.is_further:
+            return self.limit
+        return self.limit - sum(datasets.num_admitted(connection, branch_id, name) for name in self.datasets)
 
 
 Limits = Callable[[Connection], list[Demand]]
@@ -115,17 +121,13 @@ def admit_more(
             the schedule cannot be.
         ConfigError: as of `admit_due`.
     """
-    branch = session.run.branch
     schedule.require_valid()
-    whole = _of_prompt_sets(session.run, profile, 0)
-    if dataset_id is not None or not whole.is_mixed:
-        whole = Demand((dataset_id or whole.datasets[0],), profile, 0)
-    _require_admissible(session.run, count, whole)
-    return _admit(
-        session,
-        lambda connection: [replace(whole, limit=whole.num_admitted(connection, branch) + count)],
-        schedule,
-    )
+    demand = _of_prompt_sets(session.run, profile, count)
+    if dataset_id is not None or not demand.is_mixed:
+        demand = Demand((dataset_id or demand.datasets[0],), profile, count)
+    _require_admissible(session.run, count, demand)
+    further = replace(demand, is_further=True)
+    return _admit(session, lambda _: [further], schedule)
 
 
 def admit_rest(
@@ -150,7 +152,7 @@ def admit_rest(
                 dataset_id=dataset_id,
             )
         rest = datasets.num_unadmitted(connection, branch, dataset_id)
-        return [Demand((dataset_id,), "train", at.num_admitted + min(rest, MAX_ADMITTED))]
+        return [Demand((dataset_id,), "train", min(rest, MAX_ADMITTED), is_further=True)]
 
     return _admit(session, limits, schedule, step)
 
@@ -195,7 +197,7 @@ def _admit(
         looks: list[mixture.Look] = []
         with run.index.read() as connection:  # almost always there is nothing to do
             for demand in limits(connection):
-                count = demand.limit - demand.num_admitted(connection, run.branch)
+                count = demand.room(connection, run.branch)
                 if count <= 0:
                     continue
                 if demand.is_mixed:
@@ -300,7 +302,7 @@ def _require_allowed(
         count_of[dataset_id] = len(admission.units)
     for demand in limits(connection):
         count = sum(count_of.pop(name, 0) for name in demand.datasets)
-        if demand.num_admitted(connection, run.branch) + count > demand.limit:
+        if count > demand.room(connection, run.branch):
             raise ConflictError("as much was admitted meanwhile as may be", dataset_id=demand.datasets[0])
     if count_of:
         raise ConflictError("nothing of this may be admitted any more", dataset_id=min(count_of))
