@@ -65,9 +65,17 @@ def digest_of_ranks(digests: Sequence[str]) -> str:
 class Together(Protocol):
     """What is asked of the ranks that write or read a checkpoint together (ranks.Ranks)."""
 
-    rank: int
-    size: int
-    layout: dict[str, int]
+    @property
+    def rank(self) -> int:
+        """Which of them this is."""
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+
+    @property
+    def layout(self) -> dict[str, int]:
+        """How many share what."""
 
     def tell(self, message: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return what rank 0 gives."""

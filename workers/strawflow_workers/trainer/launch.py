@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from strawflow.config_parallel import ParallelSection
+from strawflow.errors import StorageError
 from strawflow.plural import counted
 
 log = logging.getLogger(__name__)
@@ -30,6 +31,8 @@ log = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
 END_TIMEOUT_S = 30.0
 _LOOK_EVERY_S = 0.1
+_CAUSE_WITHIN_S = 2.0
+"""How long after a collective failed a rank's end is taken for its cause."""
 
 
 def is_launched() -> bool:
@@ -67,6 +70,11 @@ class Others:
         try:
             yield
             self._wait()
+        except (RuntimeError, StorageError) as error:
+            # What a collective says of a dead peer may come before the watch looks: the peer's end is the cause.
+            if (code := self._code_of_dead(wait_s=_CAUSE_WITHIN_S)) is not None:
+                raise SystemExit(code) from error
+            raise
         finally:
             self._are_ending.set()
             self._kill()
@@ -74,13 +82,22 @@ class Others:
 
     def _watch(self) -> None:
         while not self._are_ending.wait(_LOOK_EVERY_S):
+            if (code := self._code_of_dead(wait_s=0.0)) is not None:
+                self._kill()
+                os._exit(code)
+
+    def _code_of_dead(self, *, wait_s: float) -> int | None:
+        """Tell of a rank that ended with an error and return the exit code that makes for all; None: there is none."""
+        deadline = time.monotonic() + wait_s
+        while True:
             for rank, process in self.processes.items():
-                code = process.poll()
-                if code:
+                if code := process.poll():
                     how = f"exit code {code}" if code > 0 else f"signal {-code}"
                     log.error("rank %d of the trainer ended with %s: all its ranks end", rank, how)
-                    self._kill()
-                    os._exit(code if code > 0 else 1)
+                    return code if code > 0 else 1
+            if time.monotonic() >= deadline:
+                return None
+            time.sleep(_LOOK_EVERY_S / 10)
 
     def _wait(self) -> None:
         deadline = time.monotonic() + END_TIMEOUT_S
@@ -129,7 +146,7 @@ def _start(root: Path, size: int) -> Others:
     os.environ.update(here, RANK="0", LOCAL_RANK="0")
     import torch.distributed as dist  # seconds, while the others start
 
-    store = dist.TCPStore(
+    store = dist.TCPStore(  # type: ignore[attr-defined]
         LOOPBACK,
         int(here["MASTER_PORT"]),
         is_master=True,

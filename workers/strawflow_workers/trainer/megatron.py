@@ -133,21 +133,21 @@ class MegatronTrainer:
         sequence."""
         prepared = self._prepare(micro_batch, every_token=True)
         with device.trainer_device(), torch.no_grad():
-            (found,) = self._run_schedule([prepared], _read_out, forward_only=True) or [None]
+            found = self._run_schedule([prepared], _read_out, forward_only=True)
         if self.ranks.size > 1:
             return self._gathered_logprobs(micro_batch.tokens.size, prepared, found)
         result = np.zeros(micro_batch.tokens.size, dtype=np.float32)
-        result[prepared.positions] = found["logprobs"].cpu().numpy()
+        result[prepared.positions] = found[0]["logprobs"].cpu().numpy()
         return result
 
     def _gathered_logprobs(
-        self, num_tokens: int, prepared: forward.Prepared, found: dict[str, Tensor] | None
+        self, num_tokens: int, prepared: forward.Prepared, found: list[dict[str, Tensor]]
     ) -> npt.NDArray[np.float32]:
         """Put together what context-parallel ranks of the last stage read out, for all ranks."""
         values: Tensor | None = None
-        if found is not None:
+        if found:
             values = torch.zeros(num_tokens, dtype=torch.float64, device=device.target())
-            values[torch.from_numpy(prepared.positions)] = found["logprobs"].double()
+            values[torch.from_numpy(prepared.positions)] = found[0]["logprobs"].double()
             dist.all_reduce(values, group=parallel_state.get_context_parallel_group())
         if self._parallel.pipeline > 1:
             values = from_last_stage(values)

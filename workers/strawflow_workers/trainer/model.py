@@ -190,7 +190,8 @@ class _StoredTensors:
                     f"{path} does not exist; the model directory must hold safetensors weights"
                 )
             stored = safe_open(path, framework="pt")
-            self.file_of.update(dict.fromkeys(stored.keys(), stored))
+            for key in stored.keys():  # type: ignore[no-untyped-call]  # noqa: SIM118 - no mapping
+                self.file_of[key] = stored
 
     def read(self, name: str) -> Tensor:
         tensor: Tensor = self.file_of[name].get_tensor(name)
