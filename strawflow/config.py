@@ -14,9 +14,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from strawflow import sampling
+from strawflow.config_parallel import ParallelSection
 from strawflow.dotted_path import checked_path
 from strawflow.errors import ConfigError
 from strawflow.eval_datasets import (
@@ -31,15 +32,12 @@ from strawflow.prompt_sets import PromptSet, read_prompt_sets, refuse_wrong_sets
 from strawflow.reward_names import is_address, parse_reward
 from strawflow.sampling import EvalProfile
 from strawflow.sampling import SamplingProfile as SamplingProfile
+from strawflow.section import Section
 from strawflow.topology import Topology, checked_topology, read_topology
 
 ENV_PREFIX = "STRAWFLOW_"
 _COMMANDS = {"run", "eval"}
 """Sections whose name is also a command's: STRAWFLOW_RUN_... may be an option of `strawflow run`."""
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class RunSection(Section):
@@ -319,6 +317,7 @@ class RunConfig(Section):
     rollout: RolloutSection = RolloutSection()
     assemble: AssembleSection = AssembleSection()
     trainer: TrainerSection = TrainerSection()
+    parallel: ParallelSection = ParallelSection()
     eval: EvalSection = EvalSection()
     lease: LeaseSection = LeaseSection()
     storage: StorageSection = StorageSection()

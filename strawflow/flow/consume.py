@@ -10,7 +10,7 @@ another's files.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from strawflow.flow.journal import Entry, EntryKind
 from strawflow.flow.placed import read_extent
 from strawflow.flow.run import TRAINER, Run
 from strawflow.flow.session import WorkerSession
-from strawflow.ids import NAME_RULE, checkpoint_id, is_name
+from strawflow.ids import NAME_RULE, Extent, checkpoint_id, is_name
 from strawflow.index import batches, checkpoints, consumers, datasets, events, packs, weights
 from strawflow.index.batches import Batch, MicroBatchPlace
 from strawflow.index.checkpoints import Checkpoint
@@ -110,23 +110,52 @@ def batch_of_step(run: Run, step: int) -> Batch | None:
         return batches.find(connection, run.branch, run.consumer, step)
 
 
-def read_batch(
-    run: Run, reader: PackReader, batch: Batch
-) -> Iterator[tuple[MicroBatchPlace, pa.RecordBatch]]:
-    """Yield the packed rows of a batch by mini-batch, slice and micro-batch; checked as they are read.
+def micro_batch_sizes(run: Run, reader: PackReader, batch: Batch) -> list[dict[MicroBatchPlace, int]]:
+    """Return for each mini-batch the tokens of its micro-batches, as the plan says; no packed row is read.
 
     Raises:
-        CorruptPackError: stored bytes do not match their checksum, or belong to another step.
-        NotFoundError: retention gave the batch's rows up.
+        CorruptPackError: stored bytes do not match their checksum. NotFoundError: retention gave the batch's rows up.
     """
+    places, extents = _placed(run, batch, [batch.plan_extent_id])
+    plan = read_extent(run, reader, extents[batch.plan_extent_id])
+    columns = ("mini_batch", "slice", "micro_batch", "num_tokens")
+    tokens: dict[tuple[int, int, int], int] = {}
+    for mini, part, micro, num in zip(*(plan.column(name).to_pylist() for name in columns), strict=True):
+        if mini is not None:
+            tokens[mini, part, micro] = tokens.get((mini, part, micro), 0) + num
+    sizes: dict[int, dict[MicroBatchPlace, int]] = {}
+    for p in places:
+        sizes.setdefault(p.mini_batch, {})[p] = tokens.get((p.mini_batch, p.slice, p.micro_batch), 0)
+    return [sizes[mini] for mini in sorted(sizes)]
+
+
+def _placed(
+    run: Run, batch: Batch, also: Sequence[int] = ()
+) -> tuple[list[MicroBatchPlace], dict[int, Extent]]:
     with run.index.read() as connection:
         places = batches.places(connection, batch.batch_id)
         if not places and batches.is_retired(connection, batch.batch_id):
             raise NotFoundError(
                 f"the packed rows of step {batch.step} were given up by retention (storage.keep_steps); only its plan is left"
             )
-        placed = packs.find_extents(connection, [p.extent_id for p in places])
+        return places, packs.find_extents(connection, [*(p.extent_id for p in places), *also])
+
+
+def read_batch(
+    run: Run, reader: PackReader, batch: Batch, *, only: Collection[MicroBatchPlace] | None = None
+) -> Iterator[tuple[MicroBatchPlace, pa.RecordBatch]]:
+    """Yield the packed rows of a batch by mini-batch, slice and micro-batch; checked as they are read.
+
+    Micro-batches that are not in `only` are not read; None: all are.
+
+    Raises:
+        CorruptPackError: stored bytes do not match their checksum, or belong to another step.
+        NotFoundError: retention gave the batch's rows up.
+    """
+    places, placed = _placed(run, batch)
     for place in places:
+        if only is not None and place not in only:
+            continue
         rows = read_extent(run, reader, placed[place.extent_id])
         if rows.num_rows and rows.column("step")[0].as_py() != batch.step:
             raise CorruptPackError(

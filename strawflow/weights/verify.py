@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import mmap
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -102,8 +103,8 @@ def describe_file(path: Path) -> dict[str, Any]:
     return {"bytes": path.stat().st_size, "xxh3_128": digest.hexdigest()}
 
 
-def verify_checkpoint(path: Path) -> dict[str, Any]:
-    """Check every file of a checkpoint folder against its manifest; return the manifest's files.
+def verify_checkpoint(path: Path, *, only: Collection[str] | None = None) -> dict[str, Any]:
+    """Check every file of a checkpoint folder against its manifest, or those in `only`; return the manifest's files.
 
     Raises:
         CorruptCheckpointError: the manifest or a file is missing or differs; names it.
@@ -125,6 +126,8 @@ def verify_checkpoint(path: Path) -> dict[str, Any]:
     if found_format != FORMAT:
         raise IncompatibleFormatError(f"{manifest_path}: format {found_format}; this program reads {FORMAT}")
     for name, expected in files.items():
+        if only is not None and name not in only:
+            continue
         file = path / name
         if not file.is_file():
             raise CorruptCheckpointError(f"{file}: is missing; restore the folder from a copy")

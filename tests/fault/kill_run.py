@@ -29,7 +29,15 @@ from tests.fault.mixed_prompts import NUM_WORDS, check_draws, prompt_sets
 WORDS = [a + b + c for a in "bcdfg" for b in "aeiou" for c in "lmnrst"]
 
 
-def make_run(root: Path, *, engine: str, steps: int, seed: int, **rollout: object) -> Run:
+def make_run(
+    root: Path,
+    *,
+    engine: str,
+    steps: int,
+    seed: int,
+    parallel: dict[str, object] | None = None,
+    **rollout: object,
+) -> Run:
     """Create a run with a tiny model, demonstrations and prompts of several sets; rewards come from an exact match."""
     config = RunConfig.model_validate(
         {
@@ -47,7 +55,9 @@ def make_run(root: Path, *, engine: str, steps: int, seed: int, **rollout: objec
                 "reward_shape": "raw",
                 **rollout,
             },
+            "assemble": {"max_tokens_per_micro_batch": 64} if parallel else {},
             "trainer": {"steps": steps, "checkpoint_interval": 3, "lr": 1e-3},
+            "parallel": parallel or {},
             "lease": {"ttl_s": 6.0, "heartbeat_s": 1.0, "margin_s": 2.0, "grace_s": 0.5},
         }
     )

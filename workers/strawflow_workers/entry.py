@@ -159,9 +159,25 @@ def _assemble(arguments: argparse.Namespace) -> int:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    from strawflow_workers.trainer.loop import TrainerLoop
+    def work(session: WorkerSession, drain: Drain) -> None:
+        from strawflow_workers.trainer.loop import TrainerLoop
 
-    return _work("train", arguments, lambda session, drain: TrainerLoop(session, drain).run())
+        TrainerLoop(session, drain).run()
+
+    return _as_ranks(arguments.run, lambda: _work("train", arguments, work))
+
+
+def _as_ranks(root: Path, first: Callable[[], int]) -> int:
+    """Run the trainer of a run with all its ranks; `first` is what the first of them does."""
+    from strawflow.flow.run import stored_config
+    from strawflow_workers.trainer.launch import ranks_of
+
+    with ranks_of(root, stored_config(root).parallel) as rank:
+        if rank == 0:
+            return first()
+        from strawflow_workers.trainer.follow import follow
+
+        return follow(root)
 
 
 def _supervise(arguments: argparse.Namespace) -> int:
@@ -171,11 +187,14 @@ def _supervise(arguments: argparse.Namespace) -> int:
 
 
 def _replay(arguments: argparse.Namespace) -> int:
-    from strawflow_workers.trainer.replay import replay_command
+    def first() -> int:
+        from strawflow_workers.trainer.replay import replay_command
 
-    return replay_command(
-        arguments.run, from_step=arguments.from_step, to_step=arguments.to_step, as_json=arguments.json
-    )
+        return replay_command(
+            arguments.run, from_step=arguments.from_step, to_step=arguments.to_step, as_json=arguments.json
+        )
+
+    return _as_ranks(arguments.run, first)
 
 
 def _flags(arguments: argparse.Namespace) -> int:

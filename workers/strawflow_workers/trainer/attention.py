@@ -5,7 +5,7 @@ torch.
 2. The arrangement (`Layout`) depends on the boundaries alone; a batch makes it once and all layers share it.
 3. Arranging changes no value: short sequences of like length are padded into one call, long ones go alone,
    and both give what one call for each sequence gives (up to the kernel's rounding).
-4. It knows nothing of position embeddings, parallel ranks beyond this one, or losses.
+4. It knows nothing of position embeddings or losses; sequences that ranks share are attended by `context`.
 """
 
 from __future__ import annotations
@@ -81,18 +81,23 @@ def describe(boundaries: npt.NDArray[np.int32], *, device: torch.device) -> Pack
     )
 
 
-def arrange(boundaries: npt.NDArray[np.int32], *, device: torch.device) -> Layout:
-    """Choose rectangles for the sequences: one for each class of like lengths, one alone for each long
-    sequence."""
-    starts, lengths = boundaries[:-1].astype(np.int64), np.diff(boundaries).astype(np.int64)
+def length_classes(lengths: npt.NDArray[np.int64]) -> list[list[int]]:
+    """Return which sequences share a rectangle: those of like lengths, each long one alone."""
     classes: dict[int, list[int]] = {}
     for index, length in enumerate(lengths.tolist()):
         key = _length_class(length) if length <= LONGEST_SHARED else -1 - index
         classes.setdefault(key, []).append(index)
+    return list(classes.values())
+
+
+def arrange(boundaries: npt.NDArray[np.int32], *, device: torch.device) -> Layout:
+    """Choose rectangles for the sequences: one for each class of like lengths, one alone for each long
+    sequence."""
+    starts, lengths = boundaries[:-1].astype(np.int64), np.diff(boundaries).astype(np.int64)
     rectangles, slots = [], []
     slot_of_token = np.empty(int(boundaries[-1]), dtype=np.int64)
     used = 0
-    for members in classes.values():
+    for members in length_classes(lengths):
         width = int(lengths[members].max())
         column = np.arange(width)
         tokens = starts[members, None] + np.minimum(column, lengths[members, None] - 1)
@@ -204,6 +209,11 @@ class PackedCausalAttention(MegatronModule):  # type: ignore[misc]
         if packed_seq_params is None:
             rows = (x.transpose(0, 1) for x in (query, key, value))
             return _attend_rows(*rows, scale=self._scale).transpose(0, 1).flatten(2)
+        across = getattr(packed_seq_params, "across", None)
+        if across is not None:
+            from strawflow_workers.trainer.context import attend_across
+
+            return attend_across(query, key, value, across, scale=self._scale).flatten(1)
         layout = getattr(packed_seq_params, "layout", None)
         if layout is None:
             layout = arrange(packed_seq_params.cu_seqlens_q.cpu().numpy(), device=query.device)

@@ -5,7 +5,7 @@
 2. `manifest.json` is written last and names every other file with its size and xxh3-128 digest; a reader
    believes nothing else.
 3. Tensors are safetensors, everything else JSON: no pickle, no code.
-4. Each rank owns `rank-NNNNN.*`. What the tensors mean is the trainer's business.
+4. Each rank writes and reads `rank-NNNNN.*` alone; the manifest says how many there are and what they shared. What the tensors mean is the trainer's business.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import xxhash
@@ -26,7 +26,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from strawflow.errors import AlreadyExistsError, CorruptCheckpointError, StorageError
+from strawflow.errors import AlreadyExistsError, ConfigError, CorruptCheckpointError, StorageError
 from strawflow.packs.sync import sync_path
 from strawflow.weights.verify import FORMAT, MANIFEST, describe_file, digest_entry, verify_checkpoint
 
@@ -57,39 +57,114 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     path.chmod(0o644)
 
 
-def write_rank_state(
-    final: Path, state: RankState, *, rank: int = 0, stands_for: Mapping[str, Any] | None = None
-) -> None:
-    """Write a checkpoint of one rank as the new directory `final`, durable when this returns.
+def digest_of_ranks(digests: Sequence[str]) -> str:
+    """Return one digest for those of all ranks, in their order; that of a lone rank is its own."""
+    return digests[0] if len(digests) == 1 else xxhash.xxh3_128(" ".join(digests).encode()).hexdigest()
 
+
+class Together(Protocol):
+    """What is asked of the ranks that write or read a checkpoint together (ranks.Ranks)."""
+
+    @property
+    def rank(self) -> int:
+        """Which of them this is."""
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+
+    @property
+    def layout(self) -> dict[str, int]:
+        """How many share what."""
+
+    def tell(self, message: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Return what rank 0 gives."""
+
+    def collect(self, message: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return what all ranks give."""
+
+
+PLAIN: Mapping[str, int] = {"tensor": 1, "pipeline": 1, "context": 1, "data": 1, "distributed_optimizer": 0}
+"""The layout that a manifest says nothing of."""
+
+
+@dataclass(frozen=True)
+class Alone:
+    """The only rank of a trainer."""
+
+    rank: int = 0
+    size: int = 1
+    layout: dict[str, int] = field(default_factory=lambda: dict(PLAIN))
+
+    def tell(self, message: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        return dict(message or {})
+
+    def collect(self, message: Mapping[str, Any]) -> list[dict[str, Any]]:
+        return [dict(message)]
+
+
+ALONE = Alone()
+
+
+def write_rank_state(
+    final: Path, state: RankState, ranks: Together = ALONE, *, stands_for: Mapping[str, Any] | None = None
+) -> None:
+    """Write a checkpoint of all ranks as the new directory `final`, durable when this returns on rank 0.
+
+    Each rank writes its own files and makes them durable; then rank 0 writes the manifest and gives the directory its name.
     `stands_for` says which place of which run it has (flow.consume.stands_for): with it the files alone tell
     how far the run had come.
 
     Raises:
         AlreadyExistsError: `final` exists.
-        StorageError: a write or sync failed; nothing appeared under `final`.
+        StorageError: a write or sync failed on some rank; nothing appeared under `final`.
     """
+    if ranks.rank > 0:
+        ranks.collect(_written(Path(ranks.tell()["partial"]), state, ranks, final))
+        return
     with new_directory(final) as partial:
-        stem = f"rank-{rank:05d}"
-        write_tensors(partial / f"{stem}.safetensors", state.tensors)
-        (partial / f"{stem}.json").write_text(json.dumps(state.values, allow_nan=False))
-        files = {path.name: describe_file(path) for path in sorted(partial.iterdir())}
-        manifest: dict[str, Any] = {"format": FORMAT, "world_size": 1, "files": files}
+        ranks.tell({"partial": str(partial)})
+        files: dict[str, Any] = {}
+        for found in ranks.collect(_written(partial, state, ranks, final)):
+            if "error" in found:
+                raise StorageError(found["error"])
+            files.update(found["files"])
+        manifest: dict[str, Any] = {"format": FORMAT, "world_size": ranks.size, "files": files}
+        if ranks.layout != PLAIN:
+            manifest["layout"] = ranks.layout
         if stands_for is not None:
             manifest["stands_for"] = dict(stands_for)
         (partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
 
 
-def read_rank_state(path: Path, *, rank: int = 0) -> RankState:
-    """Read and verify one rank's state.
+def _written(partial: Path, state: RankState, ranks: Together, final: Path) -> dict[str, Any]:
+    """Write a rank's files and return their descriptions by name, or what went wrong: the other ranks wait for an answer."""
+    stem = f"rank-{ranks.rank:05d}"
+    paths = [partial / f"{stem}.json", partial / f"{stem}.safetensors"]
+    try:
+        write_tensors(paths[1], state.tensors)
+        paths[0].write_text(json.dumps(state.values, allow_nan=False))
+        if ranks.size > 1:  # a lone rank's files are synced with their directory
+            for path in paths:
+                sync_path(path)
+        return {"files": {path.name: describe_file(path) for path in paths}}
+    except (OSError, SafetensorError) as error:
+        return {"error": f"{final}: could not be written ({error}); nothing was left under that name"}
+
+
+def read_rank_state(path: Path, ranks: Together = ALONE) -> RankState:
+    """Read and verify this rank's state.
 
     Raises:
         CorruptCheckpointError: a file is missing, or differs from the manifest; the message names it.
         IncompatibleFormatError: the format is not the one this program reads.
+        ConfigError: it was written by ranks that shared the model in another way.
     """
-    files = verify_checkpoint(path)
-    stem = f"rank-{rank:05d}"
-    for name in (f"{stem}.safetensors", f"{stem}.json"):
+    stem = f"rank-{ranks.rank:05d}"
+    own = (f"{stem}.safetensors", f"{stem}.json")
+    files = verify_checkpoint(path, only=own if ranks.size > 1 else None)
+    _require_layout(path, ranks)
+    for name in own:
         if name not in files:
             raise CorruptCheckpointError(
                 f"{path / MANIFEST}: names no {name}; restore the folder from a copy"
@@ -102,6 +177,19 @@ def read_rank_state(path: Path, *, rank: int = 0) -> RankState:
             f"{path / stem}.*: cannot be parsed ({error}); restore the folder from a copy"
         ) from error
     return RankState(tensors=tensors, values=values)
+
+
+def _require_layout(path: Path, ranks: Together) -> None:
+    manifest = json.loads((path / MANIFEST).read_text())
+    stored = manifest.get("layout", PLAIN)
+    if stored != ranks.layout:
+        there, here = (
+            " x ".join(f"{axis} {num}" for axis, num in sorted(layout.items()))
+            for layout in (stored, ranks.layout)
+        )
+        raise ConfigError(
+            f"{path} was written by {there} ranks, this trainer has {here}: set the section `parallel` as it was then"
+        )
 
 
 @contextlib.contextmanager

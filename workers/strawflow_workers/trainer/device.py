@@ -93,6 +93,8 @@ def join_process_group() -> None:
         return
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         dist.init_process_group(backend)
         return
     # Gloo otherwise resolves the host's own name, which fails or waits on machines without DNS.

@@ -21,6 +21,7 @@ from torch import Tensor
 from strawflow_workers.trainer import losses
 from strawflow_workers.trainer.attention import PackedSequences, describe
 from strawflow_workers.trainer.batches import PackedMicroBatch, TrainSettings
+from strawflow_workers.trainer.context import Share, describe_shared, own_tokens
 from strawflow_workers.trainer.device import importing_megatron
 
 with importing_megatron():
@@ -28,6 +29,9 @@ with importing_megatron():
 
 LOSS, TOKENS, CLIPPED, KL, GAP = range(5)
 """Places in the vector of sums that `loss_and_sums` returns."""
+
+NO_TOKEN = -1e9
+"""Logit of what pads the vocabulary: its probability is 0 in every type, and it is finite."""
 
 
 @dataclass(frozen=True)
@@ -50,20 +54,36 @@ class Prepared:
     """float32 [n], like the two before"""
     positions: npt.NDArray[np.int64]
     """[n]: place of each target in the arrays of the micro-batch"""
+    columns: int | None = None
+    """Columns of the logits that stand for tokens, None: all; those after them pad the vocabulary."""
 
 
-def prepare(batch: PackedMicroBatch, *, device: torch.device, every_token: bool = False) -> Prepared:
-    """Lay out a micro-batch; rows read out are those of trained tokens, or of every token that is
+def prepare(
+    batch: PackedMicroBatch,
+    *,
+    device: torch.device,
+    every_token: bool = False,
+    share: Share = Share(),  # noqa: B008 - frozen
+) -> Prepared:
+    """Lay out this rank's share of a micro-batch; rows read out are those of trained tokens, or of every token that is
     predicted."""
     predicts = np.ones(batch.tokens.size, dtype=bool)
     predicts[batch.boundaries[1:] - 1] = False
     targets = np.flatnonzero(predicts) + 1
     rows = np.arange(targets.size) if every_token else np.flatnonzero(batch.loss_mask[targets] != 0)
-    positions = targets[rows]
     # Each sequence lost one token; one that had a single token lost itself, hence `unique`.
     boundaries = np.unique(batch.boundaries - np.arange(batch.boundaries.size, dtype=np.int32)).astype(
         np.int32
     )
+    tokens = batch.tokens[predicts]
+    if not share.is_whole:
+        own = own_tokens(boundaries, share)
+        boundaries, places = own.boundaries, own.place_of_token(tokens.size)[rows]
+        targets, rows = targets[rows[places >= 0]], places[places >= 0]
+        tokens = np.where(own.token_of_place >= 0, tokens[own.token_of_place], 0)
+        positions = targets
+    else:
+        positions = targets[rows]
     lengths = np.diff(batch.boundaries)
     temperatures = np.repeat(batch.temperatures, lengths)[positions]
 
@@ -71,8 +91,10 @@ def prepare(batch: PackedMicroBatch, *, device: torch.device, every_token: bool 
         return torch.from_numpy(np.ascontiguousarray(values)).to(device=device, dtype=dtype)
 
     return Prepared(
-        tokens=on_device(batch.tokens[predicts], torch.int64)[None],
-        packed=describe(boundaries, device=device),
+        tokens=on_device(tokens, torch.int64)[None],
+        packed=describe(boundaries, device=device)
+        if share.num_ranks == 1
+        else describe_shared(boundaries, share, device=device),
         rows=on_device(rows, torch.int64),
         targets=on_device(batch.tokens[positions], torch.int64),
         temperatures=None if (temperatures == 1).all() else on_device(temperatures, torch.float32)[:, None],
@@ -80,6 +102,7 @@ def prepare(batch: PackedMicroBatch, *, device: torch.device, every_token: bool 
         advantages=on_device(batch.advantages[positions], torch.float32),
         rollout_logprobs=on_device(batch.rollout_logprobs[positions], torch.float32),
         positions=positions,
+        columns=share.columns,
     )
 
 
@@ -97,6 +120,8 @@ def token_logprobs(logits: Tensor, prepared: Prepared) -> Tensor:
     wanted = logits[0].index_select(0, prepared.rows).float()
     if prepared.temperatures is not None:
         wanted = wanted / prepared.temperatures
+    if prepared.columns is not None:
+        wanted[:, prepared.columns :] = NO_TOKEN
     negative: Tensor = vocab_parallel_cross_entropy(wanted, prepared.targets)
     return -negative
 

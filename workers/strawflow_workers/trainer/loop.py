@@ -4,14 +4,17 @@
 2. A checkpoint commits together with the position it stands for, and before the weights of its step are published, so
    every evaluated version is covered by one.
 3. A batch's packed rows carry all that a step needs; no trajectory is read here.
+4. With several ranks the first one alone runs this loop: it holds the lease and writes to the index. What comes next is told
+   to the others by step and path (`Team`, `follow`); each reads its own share of the batch from the store.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,17 +22,23 @@ import pyarrow as pa
 
 from strawflow import faults
 from strawflow.config import RunConfig
-from strawflow.errors import ConfigError
+from strawflow.errors import ConfigError, ConflictError
 from strawflow.flow import consume, publish_weights, rescue
 from strawflow.flow.admit_evaluation import is_evaluated
 from strawflow.flow.consume import Resumption
+from strawflow.flow.run import Run
 from strawflow.flow.session import WorkerSession
 from strawflow.index.batches import Batch, MicroBatchPlace
+from strawflow.packs.reader import PackReader
 from strawflow_workers.drain import Drain
 from strawflow_workers.trainer.batches import MiniBatch, PackedMicroBatch, TrainSettings
 from strawflow_workers.trainer.megatron import MegatronTrainer
+from strawflow_workers.trainer.shares import deal, own_share
 
 log = logging.getLogger(__name__)
+
+WAITING_TOLD_S = 20.0
+"""How often the other ranks are told that there is nothing to do; they wait for at most half an hour (torch's own bound)."""
 
 
 def stage_settings(config: RunConfig, objective: str) -> TrainSettings:
@@ -67,6 +76,18 @@ def to_mini_batches(batch: Batch, rows: Iterable[tuple[MicroBatchPlace, pa.Recor
     Raises:
         ConfigError: a sequence has tensors: this trainer would train its text as if the images were not there.
     """
+    by_mini = micro_batches_of(batch, rows)
+    return [
+        MiniBatch(tuple(by_mini[at]), denominator)
+        for at, denominator in enumerate(batch.denominators)
+        if at in by_mini
+    ]
+
+
+def micro_batches_of(
+    batch: Batch, rows: Iterable[tuple[MicroBatchPlace, pa.RecordBatch]]
+) -> dict[int, list[PackedMicroBatch]]:
+    """Return the micro-batches of each mini-batch; raises as `to_mini_batches`."""
     by_mini: dict[int, list[PackedMicroBatch]] = {}
     for place, packed in rows:
         if packed.column("tensors").null_count < packed.num_rows:
@@ -75,11 +96,7 @@ def to_mini_batches(batch: Batch, rows: Iterable[tuple[MicroBatchPlace, pa.Recor
                 "these batches with a program of your own (Store.consumer, Batch.tensors)"
             )
         by_mini.setdefault(place.mini_batch, []).append(_to_micro_batch(packed))
-    return [
-        MiniBatch(tuple(by_mini[at]), denominator)
-        for at, denominator in enumerate(batch.denominators)
-        if at in by_mini
-    ]
+    return by_mini
 
 
 def _to_micro_batch(rows: pa.RecordBatch) -> PackedMicroBatch:
@@ -113,6 +130,96 @@ def apply_batch(
     }
 
 
+class Team:
+    """The trainer of a run with all its ranks. Every rank makes one; the first calls what is to be done, the others are told
+    and call the same (follow.follow)."""
+
+    def __init__(self, run: Run, reader: PackReader) -> None:
+        """Build this rank's part of the model and join the others."""
+        config = run.config
+        self._run, self._reader = run, reader
+        self.trainer = MegatronTrainer(
+            run.model_path,
+            stage_settings(config, first_objective(config)),
+            seed=config.run.seed,
+            threads=config.trainer.threads,
+            parallel=config.parallel,
+        )
+        self.ranks = self.trainer.ranks
+        self._told_at = time.monotonic()
+
+    def train(self, batch: Batch) -> dict[str, Any]:
+        """Train the batch of one step; returns the step's metrics.
+
+        Raises:
+            CorruptPackError: stored bytes are damaged. ConflictError: this rank finds another batch than the first one.
+        """
+        self._tell("train", step=batch.step, digest=batch.digest)
+        return apply_batch(self.trainer, self._run.config, batch, self._own_mini_batches(batch))
+
+    def train_step(self, step: int, *, digest: str) -> None:
+        """Train the batch that the first rank named."""
+        batch = consume.batch_of_step(self._run, step)
+        if batch is None or batch.digest != digest:
+            raise ConflictError(
+                f"rank {self.ranks.rank} finds another batch of step {step} than rank 0 does: {batch and batch.digest}"
+            )
+        self.train(batch)
+
+    def _own_mini_batches(self, batch: Batch) -> list[MiniBatch]:
+        if self.ranks.data_size == 1:
+            return to_mini_batches(batch, consume.read_batch(self._run, self._reader, batch))
+        own: set[MicroBatchPlace] = set()
+        most = []
+        for sizes in consume.micro_batch_sizes(self._run, self._reader, batch):
+            places = list(sizes)
+            dealt = deal(list(sizes.values()), self.ranks.data_size)
+            own.update(places[at] for at in dealt[self.ranks.data_rank])
+            most.append((places[0].mini_batch, max(map(len, dealt))))
+        rows = list(consume.read_batch(self._run, self._reader, batch, only=own))
+        found = micro_batches_of(batch, rows)
+        return [own_share(found.get(mini, []), batch.denominators[mini], num=num) for mini, num in most]
+
+    def load(self, path: Path) -> None:
+        """Go on from a checkpoint; raises as MegatronTrainer.load_checkpoint."""
+        self._tell("load", path=str(path))
+        self.trainer.load_checkpoint(path)
+
+    def save(self, path: Path, *, stands_for: Mapping[str, Any] | None = None) -> None:
+        """Write a checkpoint; raises as MegatronTrainer.save_checkpoint."""
+        self._tell("save", path=str(path))
+        self.trainer.save_checkpoint(path, stands_for=stands_for)
+
+    def export(self, path: Path) -> str:
+        """Write the weights; raises as MegatronTrainer.export_hf. Returns their digest, to the first rank."""
+        self._tell("export", path=str(path))
+        return self.trainer.export_hf(path)
+
+    def state_digest(self) -> str:
+        """Return the digest of all ranks' state."""
+        self._tell("state_digest")
+        return self.trainer.state_digest()
+
+    def weights_digest(self) -> str:
+        """Return the digest that `export` would return."""
+        self._tell("weights_digest")
+        return self.trainer.weights_digest()
+
+    def wait(self) -> None:
+        """Have the other ranks go on waiting: those that hear nothing for long give up."""
+        if time.monotonic() - self._told_at > WAITING_TOLD_S:
+            self._tell("wait")
+
+    def end(self) -> None:
+        """Have the other ranks end."""
+        self._tell("end")
+
+    def _tell(self, verb: str, **fields: Any) -> None:
+        if self.ranks.rank == 0:
+            self.ranks.tell({"verb": verb, **fields})
+            self._told_at = time.monotonic()
+
+
 class TrainerLoop:
     """Train until the last step is committed or the worker is told to drain."""
 
@@ -129,59 +236,54 @@ class TrainerLoop:
             CorruptCheckpointError, CorruptPackError: stored bytes are damaged; restore them.
         """
         # Building the model takes seconds: do it before taking the role, so that a standby is quick.
-        trainer = self._build()
-        resumption = self._take_over()
-        if resumption is None:
-            return
+        team = Team(self._run, self._session.reader)
+        resumption = self._take_over(team)
+        if resumption is not None:
+            self._go_on(team, resumption)
+        team.end()
+
+    def _go_on(self, team: Team, resumption: Resumption) -> None:
         if resumption.checkpoint is not None:
-            trainer.load_checkpoint(self._run.root / resumption.checkpoint.path)
+            team.load(self._run.root / resumption.checkpoint.path)
             log.info("went on from checkpoint %s", resumption.checkpoint.checkpoint_id)
         if publish_weights.published_version(self._run, resumption.step) is None:
-            self._publish(trainer, resumption, resumption.step)
-        self._train(trainer, resumption)
+            self._publish(team, resumption, resumption.step)
+        self._train(team, resumption)
 
-    def _build(self) -> MegatronTrainer:
-        config = self._config
-        return MegatronTrainer(
-            self._run.model_path,
-            stage_settings(config, first_objective(config)),
-            seed=config.run.seed,
-            threads=config.trainer.threads,
-        )
-
-    def _take_over(self) -> Resumption | None:
+    def _take_over(self, team: Team) -> Resumption | None:
         while not self._drain.requested:
             self._session.mark_progress()
+            team.wait()
             rescue.rescue_expired(self._run)  # the holder may be gone without anyone to say so
             if (found := consume.take_over(self._session)) is not None:
                 return found
             self._drain.wait(0.2)
         return None
 
-    def _train(self, trainer: MegatronTrainer, resumption: Resumption) -> None:
+    def _train(self, team: Team, resumption: Resumption) -> None:
         committed = resumption.step
         for step in range(committed + 1, self._config.total_steps + 1):
-            batch = self._next_batch(step)
+            batch = self._next_batch(step, team)
             if batch is None:
                 return
             faults.at("trainer.before_step")
-            rows = consume.read_batch(self._run, self._session.reader, batch)
-            metrics = apply_batch(trainer, self._config, batch, to_mini_batches(batch, rows))
+            metrics = team.train(batch)
             faults.at("trainer.after_step")
             consume.record_step(self._session, resumption.role, step=step, metrics=metrics)
             log.info("step %d: loss %s, reward %s", step, metrics["loss"], metrics["mean_reward"])
             if self._is_checkpoint_due(step):
-                committed = self._checkpoint(trainer, resumption, step, committed)
+                committed = self._checkpoint(team, resumption, step, committed)
             if step >= self._config.warm_start.steps:
                 # Until the warm start ends nobody samples: its weights need no files.
-                self._publish(trainer, resumption, step)
+                self._publish(team, resumption, step)
                 publish_weights.remove_unneeded_weights(self._session, resumption.role)
 
-    def _next_batch(self, step: int) -> Batch | None:
+    def _next_batch(self, step: int, team: Team) -> Batch | None:
         """Wait for the batch of a step; None when told to drain."""
         while not self._drain.requested:
             self._session.require_live()
             self._session.mark_progress()
+            team.wait()
             if (batch := consume.batch_of_step(self._run, step)) is not None:
                 return batch
             self._drain.wait(0.05)
@@ -193,10 +295,10 @@ class TrainerLoop:
         ends_stage = step in (config.warm_start.steps, config.total_steps)
         return at_interval or ends_stage or is_evaluated(config, step)
 
-    def _checkpoint(self, trainer: MegatronTrainer, resumption: Resumption, step: int, committed: int) -> int:
+    def _checkpoint(self, team: Team, resumption: Resumption, step: int, committed: int) -> int:
         started = time.monotonic()
-        role, state_digest = resumption.role, trainer.state_digest()
-        trainer.save_checkpoint(
+        role, state_digest = resumption.role, team.state_digest()
+        team.save(
             self._run.root / consume.checkpoint_path(role, step),
             stands_for={**consume.stands_for(self._run, role, step=step), "state_digest": state_digest},
         )
@@ -206,10 +308,10 @@ class TrainerLoop:
         log.info("checkpoint of step %d took %.2f s", step, time.monotonic() - started)
         return step
 
-    def _publish(self, trainer: MegatronTrainer, resumption: Resumption, step: int) -> None:
-        digest = trainer.weights_digest()
+    def _publish(self, team: Team, resumption: Resumption, step: int) -> None:
+        digest = team.weights_digest()
         version_id = publish_weights.version_name(self._run, resumption.role, step=step, digest=digest)
-        trainer.export_hf(self._run.root / publish_weights.weights_path(version_id))
+        team.export(self._run.root / publish_weights.weights_path(version_id))
         publish_weights.publish_weights(
             self._session, resumption.role, step=step, version_id=version_id, digest=digest
         )

@@ -1,12 +1,14 @@
-"""The Megatron-core trainer of one process: updates, stages, checkpoints and exports of one model.
+"""The Megatron-core trainer: updates, stages, checkpoints and exports of one model, on this rank and all others at once.
 
 1. Model, gradient buffers, schedule, optimizer and learning-rate schedule are Megatron's own; this module
    drives them.
 2. The loss of an update is divided by the denominator that came with it; no count made here enters a
    gradient.
 3. An update whose loss or gradient norm is not finite changes nothing: not weights, optimizer, or schedule.
-4. Same start, batches, device type and thread count: same weights, bit for bit, also across save and load.
-5. It knows nothing of the store, leases, or where batches come from. Importing it takes seconds: import it in
+4. Same start, batches, device type, thread count and ranks: same weights, bit for bit, also across save and load.
+5. Every method is called on every rank in the same order; each rank gives its own share of the micro-batches, and all get
+   the same metrics and decisions. What rank 0 alone returns is said there.
+6. It knows nothing of the store, leases, or where batches come from. Importing it takes seconds: import it in
    the worker only.
 """
 
@@ -17,7 +19,7 @@ import math
 import random
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,10 +30,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from strawflow.config_parallel import ParallelSection
 from strawflow.errors import InvalidInputError
-from strawflow_workers.trainer import checkpoints, device, forward, state
+from strawflow_workers.trainer import checkpoints, device, forward, sharding, state
 from strawflow_workers.trainer.batches import MiniBatch, PackedMicroBatch, StepMetrics, TrainSettings
-from strawflow_workers.trainer.model import build_model, hf_tensors, load_weights, read_hf_config
+from strawflow_workers.trainer.context import Share
+from strawflow_workers.trainer.model import (
+    ONE_PROCESS,
+    build_model,
+    hf_tensors,
+    load_weights,
+    read_hf_config,
+)
+from strawflow_workers.trainer.ranks import from_last_stage, join_ranks
 
 with device.importing_megatron():
     from megatron.core import parallel_state, tensor_parallel
@@ -44,6 +55,7 @@ with device.importing_megatron():
     from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
     from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.transformer.module import Float16Module
 
 __all__ = ["MegatronTrainer", "MiniBatch", "PackedMicroBatch", "StepMetrics", "TrainSettings"]
 
@@ -62,8 +74,16 @@ class _Update:
 class MegatronTrainer:
     """Train one model. `settings` belong to a stage; `begin_stage` starts another with a fresh optimizer."""
 
-    def __init__(self, hf_dir: Path, settings: TrainSettings, *, seed: int, threads: int = 1) -> None:
-        """Build the model from a Hugging Face directory (config, weights, tokenizer files).
+    def __init__(
+        self,
+        hf_dir: Path,
+        settings: TrainSettings,
+        *,
+        seed: int,
+        threads: int = 1,
+        parallel: ParallelSection = ONE_PROCESS,
+    ) -> None:
+        """Build this rank's part of the model from a Hugging Face directory (config, weights, tokenizer files).
 
         Raises:
             NotFoundError, ConfigError, InvalidInputError: the directory is incomplete or describes something
@@ -72,13 +92,16 @@ class MegatronTrainer:
         self.settings = settings
         self.stage = 0
         self._hf_dir, self._hf, self._seed = Path(hf_dir), read_hf_config(Path(hf_dir)), seed
+        self._parallel = parallel
         device.prepare_process(threads=threads)
         with device.trainer_device():
-            _join_ranks(seed)
-            core = build_model(self._hf)
-            load_weights(core, self._hf, self._hf_dir)
-            self._model = _data_parallel(core)
+            self.ranks = join_ranks(parallel)
+            _seed_generators(seed)
+            self._core = build_model(self._hf, parallel)
+            load_weights(self._core, self._hf, self._hf_dir)
+            self._model = _data_parallel(self._core, parallel)
             self._begin(settings)
+        self._share = _share(parallel, vocabulary=int(self._hf["vocab_size"]))
 
     def begin_stage(self, settings: TrainSettings) -> None:
         """Go on with the same weights under new settings: fresh optimizer state, learning-rate schedule from
@@ -89,7 +112,7 @@ class MegatronTrainer:
 
     def _begin(self, settings: TrainSettings) -> None:
         self.settings = settings
-        self._optimizer = _make_optimizer(settings, self._model)
+        self._optimizer = _make_optimizer(settings, self._model, self._parallel)
         self._schedule = _make_schedule(settings, self._optimizer)
 
     @property
@@ -98,8 +121,8 @@ class MegatronTrainer:
         return int(self._schedule.num_steps)
 
     def train_step(self, mini_batches: Sequence[MiniBatch]) -> StepMetrics:
-        """Apply one update for each mini-batch, in order. Those that are not finite are left out and
-        counted."""
+        """Apply one update for each mini-batch, in order, of which this rank is given its share (`shares`). Those that are
+        not finite are left out and counted."""
         started = time.monotonic()
         with device.trainer_device():
             updates = [self._update(mini_batch) for mini_batch in mini_batches]
@@ -110,29 +133,57 @@ class MegatronTrainer:
         sequence."""
         prepared = self._prepare(micro_batch, every_token=True)
         with device.trainer_device(), torch.no_grad():
-            found = forward.token_logprobs(forward.run_model(self._model, prepared), prepared)
+            found = self._run_schedule([prepared], _read_out, forward_only=True)
+        if self.ranks.size > 1:
+            return self._gathered_logprobs(micro_batch.tokens.size, prepared, found)
         result = np.zeros(micro_batch.tokens.size, dtype=np.float32)
-        result[prepared.positions] = found.cpu().numpy()
+        result[prepared.positions] = found[0]["logprobs"].cpu().numpy()
         return result
 
+    def _gathered_logprobs(
+        self, num_tokens: int, prepared: forward.Prepared, found: list[dict[str, Tensor]]
+    ) -> npt.NDArray[np.float32]:
+        """Put together what context-parallel ranks of the last stage read out, for all ranks."""
+        values: Tensor | None = None
+        if found:
+            values = torch.zeros(num_tokens, dtype=torch.float64, device=device.target())
+            values[torch.from_numpy(prepared.positions)] = found[0]["logprobs"].double()
+            dist.all_reduce(values, group=parallel_state.get_context_parallel_group())
+        if self._parallel.pipeline > 1:
+            values = from_last_stage(values)
+        assert values is not None
+        return values.cpu().numpy().astype(np.float32)
+
     def state_digest(self) -> str:
-        """Return the digest over every tensor a checkpoint would hold: parameters, optimizer, random
-        generators."""
-        return checkpoints.tensors_digest(self._rank_state().tensors)
+        """Return the digest over every tensor a checkpoint would hold: parameters, optimizer, random generators; with
+        several ranks over the digests of all, in their order."""
+        own = checkpoints.tensors_digest(self._rank_state().tensors)
+        return checkpoints.digest_of_ranks([found["digest"] for found in self.ranks.collect({"digest": own})])
 
     def weights_digest(self) -> str:
-        """Return the digest that `export_hf` would return."""
-        return checkpoints.tensors_digest(hf_tensors(self._model.module, self._hf))
+        """Return the digest that `export_hf` would return: on rank 0; it says nothing on the others."""
+        return checkpoints.tensors_digest(self._hf_tensors())
+
+    def _hf_tensors(self) -> dict[str, Tensor]:
+        self._finish_gathering()
+        return hf_tensors(self._core, self._hf, self.ranks)
+
+    def _finish_gathering(self) -> None:
+        """Have every rank hold the updated weights now: with overlap they are gathered by the next forward pass."""
+        if self._parallel.overlap_param_gather:
+            self._model.start_param_sync(force_sync=True)
 
     def export_hf(self, out_dir: Path) -> str:
-        """Write the weights as a new Hugging Face directory, durable when this returns; return the digest of
-        its tensors.
+        """Write the weights as a new Hugging Face directory, durable when this returns on rank 0; return the digest of its
+        tensors there. The other ranks take part and write nothing.
 
         Raises:
             AlreadyExistsError: `out_dir` exists.
             StorageError: it could not be written; nothing appeared under that name.
         """
-        tensors = hf_tensors(self._model.module, self._hf)
+        tensors = self._hf_tensors()
+        if self.ranks.rank > 0:
+            return ""
         with checkpoints.new_directory(Path(out_dir)) as partial:
             checkpoints.write_tensors(partial / "model.safetensors", tensors)
             for path in self._hf_dir.iterdir():
@@ -151,7 +202,7 @@ class MegatronTrainer:
             AlreadyExistsError: `path` exists.
             StorageError: it could not be written; nothing appeared under that name.
         """
-        checkpoints.write_rank_state(Path(path), self._rank_state(), stands_for=stands_for)
+        checkpoints.write_rank_state(Path(path), self._rank_state(), self.ranks, stands_for=stands_for)
 
     def load_checkpoint(self, path: Path) -> None:
         """Take over all state of a checkpoint, its stage and settings included. On error this trainer is
@@ -161,16 +212,17 @@ class MegatronTrainer:
             CorruptCheckpointError: a file is missing or differs from the manifest, or does not fit this
             model. IncompatibleFormatError: written by a version this program does not read.
         """
-        found = checkpoints.read_rank_state(Path(path))
-        state.check_fits(found, self._model.module, path=Path(path))
+        found = checkpoints.read_rank_state(Path(path), self.ranks)
+        state.check_fits(found, self._core, path=Path(path))
         self.stage = int(found.values["stage"])
         with device.trainer_device():
             self._begin(TrainSettings(**found.values["settings"]))
-            state.restore(found, self._model.module, self._optimizer)
+            state.restore(found, self._core, self._optimizer)
             self._schedule.num_steps = int(found.values["updates"])
             self._schedule.step(0)
 
     def _rank_state(self) -> checkpoints.RankState:
+        self._finish_gathering()
         values = {
             "stage": self.stage,
             "settings": self.settings.as_dict(),
@@ -178,7 +230,7 @@ class MegatronTrainer:
             "schedule": self._schedule.state_dict(),
             "seed": self._seed,
         }
-        return state.collect(self._model.module, self._optimizer, values)
+        return state.collect(self._core, self._optimizer, values)
 
     def _update(self, mini_batch: MiniBatch) -> _Update:
         self._model.zero_grad_buffer()
@@ -187,7 +239,8 @@ class MegatronTrainer:
         self._optimizer.prepare_grads()
         grad_norm = float(self._optimizer.get_grad_norm())
         loss = sums[forward.LOSS] / mini_batch.denominator
-        applied = math.isfinite(loss) and math.isfinite(grad_norm)
+        # All ranks have the same loss and norm; were it otherwise, none may step alone.
+        applied = self.ranks.all_agree(math.isfinite(loss) and math.isfinite(grad_norm))
         if applied:
             self._schedule.step(1)
             if self.settings.clip_grad > 0:
@@ -201,23 +254,27 @@ class MegatronTrainer:
         """Leave the gradient of the update in the buffers; return the sums and the largest gap over all its
         micro-batches."""
         prepared = [self._prepare(micro_batch) for micro_batch in mini_batch.micro_batches]
-        results = get_forward_backward_func()(
-            forward_step_func=functools.partial(
-                _forward_step, settings=self.settings, denominator=mini_batch.denominator
-            ),
+        read_out = functools.partial(_loss, settings=self.settings, denominator=mini_batch.denominator)
+        results = self._run_schedule(prepared, read_out)
+        sums = torch.stack([result["sums"] for result in results]).sum(0) if results else None
+        largest = torch.stack([result["largest_gap"] for result in results]).amax(0) if results else None
+        sums, largest = self.ranks.reduce_statistics(sums, largest)
+        return sums.tolist(), float(largest)
+
+    def _run_schedule(
+        self, prepared: list[forward.Prepared], read_out: Callable[..., Any], *, forward_only: bool = False
+    ) -> list[dict[str, Tensor]]:
+        """Run Megatron's schedule; return what `read_out` said of each micro-batch, nothing before the last stage."""
+        results: list[dict[str, Tensor]] = get_forward_backward_func()(
+            forward_step_func=functools.partial(_forward_step, read_out=read_out),
             data_iterator=iter(prepared),
             model=[self._model],
             num_microbatches=len(prepared),
             seq_length=max(item.tokens.size(1) for item in prepared),
             micro_batch_size=1,
+            forward_only=forward_only,
         )
-        sums = torch.stack([result["sums"] for result in results]).sum(0)
-        largest = torch.stack([result["largest_gap"] for result in results]).amax(0)
-        if parallel_state.get_data_parallel_world_size() > 1:
-            group = parallel_state.get_data_parallel_group()
-            dist.all_reduce(sums, group=group)
-            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-        return sums.tolist(), float(largest)
+        return results
 
     def _prepare(self, micro_batch: PackedMicroBatch, *, every_token: bool = False) -> forward.Prepared:
         tokens, size = micro_batch.tokens, int(self._hf["vocab_size"])
@@ -226,29 +283,47 @@ class MegatronTrainer:
             raise InvalidInputError(
                 f"tokens: from {tokens.min()} to {tokens.max()}; this model's vocabulary has {size}"
             )
-        return forward.prepare(micro_batch, device=device.target(), every_token=every_token)
+        return forward.prepare(
+            micro_batch, device=device.target(), every_token=every_token, share=self._share
+        )
 
     def _lr(self) -> float:
         return float(self._optimizer.param_groups[0]["lr"])
 
 
-def _join_ranks(seed: int) -> None:
-    device.join_process_group()
-    if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel()
+def _seed_generators(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
-def _data_parallel(core: Any) -> Any:
+def _share(parallel: ParallelSection, *, vocabulary: int) -> Share:
+    """Return what this rank has of every pack and of the vocabulary."""
+    own = sharding.padded_vocabulary(vocabulary, parallel.tensor) // parallel.tensor
+    real = max(0, min(own, vocabulary - own * parallel_state.get_tensor_model_parallel_rank()))
+    return Share(
+        num_ranks=parallel.context,
+        rank=parallel_state.get_context_parallel_rank(),
+        multiple=parallel.tensor if parallel.sequence else 1,
+        columns=None if real == own else real,
+    )
+
+
+def _data_parallel(core: Any, parallel: ParallelSection) -> Any:
     """Wrap the model so that gradients gather in contiguous fp32 buffers and are summed over data-parallel
     ranks."""
-    model = DistributedDataParallel(
-        core.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), core
+    config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=parallel.distributed_optimizer,
+        overlap_grad_reduce=parallel.overlap_grad_reduce,
+        overlap_param_gather=parallel.overlap_param_gather,
     )
+    wrapped = Float16Module(core.config, core) if parallel.precision == "bf16" else core
+    model = DistributedDataParallel(core.config, config, wrapped)
     core.config.finalize_model_grads_func = _finalize_by_planned_denominator
+    if parallel.overlap_grad_reduce:
+        core.config.no_sync_func = model.no_sync  # gradients travel with the last micro-batch, not with each
     return model
 
 
@@ -258,7 +333,7 @@ def _finalize_by_planned_denominator(model: list[Any], _num_tokens: Tensor | Non
     finalize_model_grads(model, None, **options)
 
 
-def _make_optimizer(settings: TrainSettings, model: Any) -> Any:
+def _make_optimizer(settings: TrainSettings, model: Any, parallel: ParallelSection) -> Any:
     beta1, beta2 = settings.betas
     config = OptimizerConfig(
         optimizer="adam",
@@ -268,7 +343,10 @@ def _make_optimizer(settings: TrainSettings, model: Any) -> Any:
         adam_beta2=beta2,
         adam_eps=settings.eps,
         clip_grad=settings.clip_grad,
-        params_dtype=torch.float32,
+        params_dtype=torch.bfloat16 if parallel.precision == "bf16" else torch.float32,
+        bf16=parallel.precision == "bf16",
+        use_distributed_optimizer=parallel.distributed_optimizer,
+        overlap_param_gather=parallel.overlap_param_gather,
     )
     with device.without_megatron_warnings():
         return get_megatron_optimizer(config, [model])
@@ -293,20 +371,26 @@ def _make_schedule(settings: TrainSettings, optimizer: Any) -> Any:
 
 
 def _forward_step(
-    batches: Iterator[forward.Prepared], model: Any, *, settings: TrainSettings, denominator: float
+    batches: Iterator[forward.Prepared], model: Any, *, read_out: Callable[..., Any]
 ) -> tuple[Tensor, Any]:
     """Give Megatron's schedule the output of one micro-batch and the function that turns it into a loss."""
     prepared = next(batches)
-    return forward.run_model(model, prepared), functools.partial(_loss, prepared, settings, denominator)
+    return forward.run_model(model, prepared), functools.partial(read_out, prepared)
 
 
 def _loss(
-    prepared: forward.Prepared, settings: TrainSettings, denominator: float, logits: Tensor
+    prepared: forward.Prepared, logits: Tensor, *, settings: TrainSettings, denominator: float
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     loss, sums, largest = forward.loss_and_sums(logits, prepared, settings)
     # The schedule wants a token count; the gradient does not use it.
     count = torch.tensor(prepared.rows.numel(), dtype=torch.int)
     return loss / denominator, count, {"sums": sums, "largest_gap": largest}
+
+
+def _read_out(prepared: forward.Prepared, logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Stand for a loss where only the log-probabilities are wanted."""
+    count = torch.tensor(prepared.rows.numel(), dtype=torch.int)
+    return logits.new_zeros(()), count, {"logprobs": forward.token_logprobs(logits, prepared)}
 
 
 def _summarise(updates: list[_Update], settings: TrainSettings, *, lr: float, seconds: float) -> StepMetrics:

@@ -2,6 +2,8 @@
 
 The start is the initial weights, or the checkpoint before the first step asked for. Where a committed checkpoint of a
 replayed step exists, the digests of all state are compared: equal means bit for bit.
+
+A run whose trainer has several ranks is replayed by as many; the first of them prints.
 """
 
 from __future__ import annotations
@@ -17,8 +19,7 @@ from strawflow.flow import consume, history
 from strawflow.flow.run import Run, open_run
 from strawflow.index.checkpoints import Checkpoint
 from strawflow.packs.reader import PackReader
-from strawflow_workers.trainer.loop import apply_batch, first_objective, stage_settings, to_mini_batches
-from strawflow_workers.trainer.megatron import MegatronTrainer
+from strawflow_workers.trainer.loop import Team
 
 
 @dataclass(frozen=True)
@@ -59,16 +60,16 @@ def replay(run: Run, *, from_step: int | None = None, to_step: int | None = None
         if to_step is None:
             raise NotFoundError(f"the last trained step is {last}; there is none from {first} on")
         raise InvalidInputError(f"--from-step {first} is after --to-step {last}")
-    trainer = _start(run, first, checkpoints)
-    reader = PackReader(run.root)
+    team = Team(run, PackReader(run.root))
+    if first > 1:
+        team.load(run.root / _checkpoint_before(first, checkpoints).path)
     for step in range(first, last + 1):
         batch = consume.batch_of_step(run, step)
         if batch is None:
             raise NotFoundError(
                 f"{run.root} holds no batch of step {step}; it has {stored[0]} to {stored[-1]}"
             )
-        rows = consume.read_batch(run, reader, batch)
-        metrics = apply_batch(trainer, run.config, batch, to_mini_batches(batch, rows))
+        metrics = team.train(batch)
         checkpoint = checkpoints.get(step)
         yield ReplayedStep(
             step=step,
@@ -77,25 +78,18 @@ def replay(run: Run, *, from_step: int | None = None, to_step: int | None = None
             loss=metrics["loss"],
             recorded_loss=recorded.get(step, {}).get("loss"),
             is_recorded=step in recorded,
-            state_equal=None if checkpoint is None else trainer.state_digest() == checkpoint.state_digest,
+            state_equal=None if checkpoint is None else team.state_digest() == checkpoint.state_digest,
         )
+    team.end()
 
 
-def _start(run: Run, first: int, checkpoints: dict[int, Checkpoint]) -> MegatronTrainer:
-    trainer = MegatronTrainer(
-        run.model_path,
-        stage_settings(run.config, first_objective(run.config)),
-        seed=run.config.run.seed,
-        threads=run.config.trainer.threads,
-    )
-    if first > 1:
-        if first - 1 not in checkpoints:
-            known = ", ".join(str(step + 1) for step in sorted(checkpoints)[:-1]) or "none"
-            raise NotFoundError(
-                f"no checkpoint of step {first - 1} to start from; --from-step can be 1 or one of: {known}"
-            )
-        trainer.load_checkpoint(run.root / checkpoints[first - 1].path)
-    return trainer
+def _checkpoint_before(first: int, checkpoints: dict[int, Checkpoint]) -> Checkpoint:
+    if first - 1 not in checkpoints:
+        known = ", ".join(str(step + 1) for step in sorted(checkpoints)[:-1]) or "none"
+        raise NotFoundError(
+            f"no checkpoint of step {first - 1} to start from; --from-step can be 1 or one of: {known}"
+        )
+    return checkpoints[first - 1]
 
 
 def replay_command(root: Path, *, from_step: int | None, to_step: int | None, as_json: bool) -> int:

@@ -29,6 +29,8 @@ with importing_megatron():
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 PARAMETER, OPTIMIZER, GENERATOR = "parameter/", "optimizer/", "generator/"
+MASTER = "master"
+"""Under this name lies the optimizer's own fp32 copy of a parameter in another type."""
 _PACKAGES = ("torch", "megatron-core", "numpy", "safetensors")
 
 
@@ -73,17 +75,20 @@ def _kind(tensor: Tensor) -> tuple[tuple[int, ...], str]:
 @torch.no_grad()
 def restore(found: RankState, model: Any, optimizer: Any) -> None:
     """Put a state that fits back into the model, a fresh optimizer and the generators."""
-    inner = {parameter: states for states in _inner_states(optimizer) for parameter in states[1]}
+    names = {parameter: name for name, parameter in model.named_parameters()}
     for name, parameter in model.named_parameters():
         parameter.copy_(found.tensors[PARAMETER + name])
-        prefix = f"{OPTIMIZER}{name}/"
+    for slots, parameter, own in _owned(optimizer):
+        prefix = f"{OPTIMIZER}{names[parameter]}/"
         slot = {
             key.removeprefix(prefix): tensor
             for key, tensor in found.tensors.items()
             if key.startswith(prefix)
         }
+        if MASTER in slot:
+            own.copy_(slot.pop(MASTER))
         if slot:
-            inner[parameter][0][parameter] = slot
+            slots[own] = slot
     torch.set_rng_state(found.tensors[GENERATOR + "torch"])
     prefix = f"{GENERATOR}megatron/"
     tracked = {
@@ -98,17 +103,32 @@ def restore(found: RankState, model: Any, optimizer: Any) -> None:
 
 def _optimizer_slots(model: Any, optimizer: Any) -> Iterator[tuple[str, dict[str, Tensor]]]:
     names = {parameter: name for name, parameter in model.named_parameters()}
-    for slots, parameters in _inner_states(optimizer):
-        for parameter in parameters:
-            if slots.get(parameter):
-                yield names[parameter], slots[parameter]
+    for slots, parameter, own in _owned(optimizer):
+        slot = dict(slots[own]) if slots.get(own) else {}
+        if own.dtype != parameter.dtype:
+            slot[MASTER] = own.detach()
+        if slot:
+            yield names[parameter], slot
 
 
-def _inner_states(optimizer: Any) -> Iterator[tuple[Any, list[Tensor]]]:
-    """Yield, for each torch optimizer inside Megatron's, its state by parameter and the parameters it
-    owns."""
+def _owned(optimizer: Any) -> Iterator[tuple[Any, Tensor, Tensor]]:
+    """Yield, for each tensor that a torch optimizer inside Megatron's moves on this rank, that optimizer's state, the
+    model's parameter and the tensor: the parameter itself, its fp32 copy, or this rank's part of either."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        yield (
-            part.optimizer.state,
-            [parameter for group in part.optimizer.param_groups for parameter in group["params"]],
-        )
+        if part.optimizer is None:  # this rank's stage has no such parameter
+            continue
+        parameter_of = {own: parameter for parameter, own in _pairs(part)}
+        for group in part.optimizer.param_groups:
+            for own in group["params"]:
+                yield part.optimizer.state, parameter_of.get(own, own), own
+
+
+def _pairs(part: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield (parameter, what is moved for it) where the two differ, as Megatron's optimizers keep them."""
+    for of_model, moved in (
+        ("model_fp32_groups", "shard_fp32_groups"),
+        ("model_float16_groups", "shard_fp32_from_float16_groups"),
+        ("float16_groups", "fp32_from_float16_groups"),
+    ):
+        for parameters, own in zip(getattr(part, of_model, []), getattr(part, moved, []), strict=True):
+            yield from zip(parameters, own, strict=True)
