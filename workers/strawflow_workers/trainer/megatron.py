@@ -31,7 +31,13 @@ from torch import Tensor
 from strawflow.errors import InvalidInputError
 from strawflow_workers.trainer import checkpoints, device, forward, state
 from strawflow_workers.trainer.batches import MiniBatch, PackedMicroBatch, StepMetrics, TrainSettings
-from strawflow_workers.trainer.model import build_model, hf_tensors, load_weights, read_hf_config
+from strawflow_workers.trainer.model import (
+    build_model,
+    export_weights,
+    hf_tensors,
+    load_weights,
+    read_hf_config,
+)
 
 with device.importing_megatron():
     from megatron.core import parallel_state, tensor_parallel
@@ -132,9 +138,8 @@ class MegatronTrainer:
             AlreadyExistsError: `out_dir` exists.
             StorageError: it could not be written; nothing appeared under that name.
         """
-        tensors = hf_tensors(self._model.module, self._hf)
         with checkpoints.new_directory(Path(out_dir)) as partial:
-            checkpoints.write_tensors(partial / "model.safetensors", tensors)
+            digest = export_weights(self._model.module, self._hf, partial / "model.safetensors")
             for path in self._hf_dir.iterdir():
                 if (
                     path.is_file()
@@ -142,7 +147,7 @@ class MegatronTrainer:
                     and not path.name.endswith(_WEIGHT_SUFFIXES)
                 ):
                     shutil.copyfile(path, partial / path.name)
-        return checkpoints.tensors_digest(tensors)
+        return digest
 
     def save_checkpoint(self, path: Path, *, stands_for: Mapping[str, Any] | None = None) -> None:
         """Write all state as a new directory, durable when this returns; its manifest says what it stands for.

@@ -3,7 +3,8 @@ out.
 
 1. Architecture and weights come from the directory alone; nothing is initialised at random.
 2. What `hf_tensors` gives is what `load_weights` took, bit for bit, until training changes it.
-3. Parameters are fp32; a checkpoint in another type is widened on the way in and narrowed on the way out.
+3. Parameters are fp32; a checkpoint in another type is widened on the way in and narrowed on the way out, each tensor to the
+   type it had.
 4. Pipeline and tensor parallelism are refused for now; translation of names and layouts lies in `convert`.
 """
 
@@ -15,21 +16,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from strawflow.errors import ConfigError, InvalidInputError, NotFoundError
 from strawflow_workers.trainer import device
 from strawflow_workers.trainer.attention import PackedCausalAttention
+from strawflow_workers.trainer.checkpoints import TensorsDigest
 from strawflow_workers.trainer.convert import family_of
+from strawflow_workers.trainer.convert.stored import Kind, StoredWeights, hf_tensors_of, write_tensors
+from strawflow_workers.trainer.layer_specs import block_spec
 
 with device.importing_megatron():
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer import TransformerConfig
-
-EXPORT_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 
 def read_hf_config(hf_dir: Path) -> dict[str, Any]:
@@ -62,8 +62,10 @@ def build_model(hf: Mapping[str, Any]) -> GPTModel:
         )
     family = family_of(hf)
     on_cuda = device.target().type == "cuda"
-    config = TransformerConfig(
-        **family.config_fields(hf),
+    fields = family.config_fields(hf)
+    make_config = MLATransformerConfig if fields.get("multi_latent_attention") else TransformerConfig
+    config = make_config(
+        **fields,
         params_dtype=torch.float32,
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -76,10 +78,21 @@ def build_model(hf: Mapping[str, Any]) -> GPTModel:
         calculate_per_token_loss=True,
         cuda_graph_scope=[],  # what its default becomes, without the warning
     )
-    spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
-    spec.submodules.self_attention.submodules.core_attention = PackedCausalAttention
     with device.without_megatron_warnings():
-        return GPTModel(config=config, transformer_layer_spec=spec, **family.model_fields(hf))
+        spec = block_spec(
+            config,
+            core_attention=PackedCausalAttention,
+            normalises_outputs=family.normalises_outputs,
+        )
+        model = GPTModel(config=config, transformer_layer_spec=spec, **family.model_fields(hf))
+    return model.to(device.target())  # torch's norms and Megatron's routers are made on the CPU anywhere
+
+
+def weights_of(model: Any) -> dict[str, Tensor]:
+    """Return what a checkpoint of this model holds, by Megatron's names: parameters, and buffers that routers read."""
+    kept = model.state_dict().keys()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in kept}
+    return {name: tensor.detach() for name, tensor in model.named_parameters()} | buffers
 
 
 @torch.no_grad()
@@ -89,10 +102,11 @@ def load_weights(model: GPTModel, hf: Mapping[str, Any], hf_dir: Path) -> None:
     Raises:
         NotFoundError: a weight file or tensor is missing.
         InvalidInputError: a tensor has another shape than the configuration says.
+        ConfigError: there are tensors that models of this family do not have.
     """
-    family = family_of(hf)
-    weights = dict(_stored_tensors(hf_dir))
-    for name, parameter in model.named_parameters():
+    family, weights = family_of(hf), StoredWeights(hf_dir)
+    family.check_names(weights, hf)
+    for name, tensor in weights_of(model).items():
         parts = family.hf_names(name)
         absent = [part for part in parts if part not in weights]
         if absent:
@@ -103,38 +117,41 @@ def load_weights(model: GPTModel, hf: Mapping[str, Any], hf_dir: Path) -> None:
             raise InvalidInputError(
                 f"{hf_dir}: tensors {', '.join(parts)} do not fit config.json: {error}"
             ) from error
-        if whole.shape != parameter.shape:
+        if whole.shape != tensor.shape:
             raise InvalidInputError(
                 f"{hf_dir}: {', '.join(parts)} make {tuple(whole.shape)}; "
-                f"config.json asks for {tuple(parameter.shape)}"
+                f"config.json asks for {tuple(tensor.shape)}"
             )
-        parameter.copy_(whole)
-
-
-def _stored_tensors(hf_dir: Path) -> Iterator[tuple[str, Tensor]]:
-    index = hf_dir / "model.safetensors.index.json"
-    if index.is_file():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    else:
-        names = ["model.safetensors"]
-    for name in names:
-        path = hf_dir / name
-        if not path.is_file():
-            raise NotFoundError(f"{path} does not exist; the model directory must hold safetensors weights")
-        with safe_open(path, framework="pt") as stored:
-            for key in stored.keys():  # noqa: SIM118 - the file object is not a mapping
-                yield key, stored.get_tensor(key)
+        tensor.copy_(whole)
+    model.hf_kinds = {name: weights.kind(name) for name in weights}
 
 
 @torch.no_grad()
 def hf_tensors(model: GPTModel, hf: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the weights by their Hugging Face names, contiguous, on the CPU, in the type that config.json
-    names."""
-    family = family_of(hf)
-    dtype = EXPORT_TYPES[str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch.")]
-    found: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
-        parts = family.split(name, parameter.detach(), hf)
-        for hf_name, part in zip(family.hf_names(name), parts, strict=True):
-            found[hf_name] = part.to(device="cpu", dtype=dtype).contiguous()
-    return dict(sorted(found.items()))
+    """Return the weights by their Hugging Face names, in the order of these, contiguous, on the CPU, in the types they were
+    loaded in."""
+    return dict(each_hf_tensor(model, hf))
+
+
+@torch.no_grad()
+def each_hf_tensor(model: GPTModel, hf: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Yield what `hf_tensors` returns, one by one: no more than the parts of one Megatron tensor are held."""
+    weights, kinds = weights_of(model), hf_kinds(model)
+    for hf_name, part in hf_tensors_of(family_of(hf), hf, weights, weights.__getitem__):
+        yield hf_name, part.to(device="cpu", dtype=kinds[hf_name][0]).contiguous()
+
+
+@torch.no_grad()
+def export_weights(model: GPTModel, hf: Mapping[str, Any], path: Path) -> str:
+    """Write the weights as one safetensors file, tensor by tensor, and return `tensors_digest` of them."""
+    family, kinds, digest = family_of(hf), hf_kinds(model), TensorsDigest()
+    names = [hf_name for name in weights_of(model) for hf_name in family.hf_names(name)]
+    write_tensors(path, {name: kinds[name] for name in names}, digest.passing(each_hf_tensor(model, hf)))
+    path.chmod(0o644)  # other users of the share may read it, as they may read every other file
+    return digest.hexdigest()
+
+
+def hf_kinds(model: GPTModel) -> Mapping[str, Kind]:
+    """Return type and shape of each tensor of the Hugging Face directory that the model was loaded from."""
+    kinds: Mapping[str, Kind] = model.hf_kinds
+    return kinds

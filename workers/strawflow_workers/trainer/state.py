@@ -24,6 +24,7 @@ from torch import Tensor
 from strawflow.errors import CorruptCheckpointError
 from strawflow_workers.trainer.checkpoints import RankState
 from strawflow_workers.trainer.device import importing_megatron
+from strawflow_workers.trainer.model import weights_of
 
 with importing_megatron():
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
@@ -34,7 +35,7 @@ _PACKAGES = ("torch", "megatron-core", "numpy", "safetensors")
 
 def collect(model: Any, optimizer: Any, values: dict[str, Any]) -> RankState:
     """Take the state of this rank; tensors are not copied, so use it before the next update."""
-    tensors = {PARAMETER + name: parameter.detach() for name, parameter in model.named_parameters()}
+    tensors = {PARAMETER + name: tensor for name, tensor in weights_of(model).items()}
     for name, slot in _optimizer_slots(model, optimizer):
         tensors.update({f"{OPTIMIZER}{name}/{key}": tensor for key, tensor in slot.items()})
     tensors[GENERATOR + "torch"] = torch.get_rng_state()
@@ -56,7 +57,7 @@ def collect(model: Any, optimizer: Any, values: dict[str, Any]) -> RankState:
 def check_fits(found: RankState, model: Any, *, path: Path) -> None:
     """Raise CorruptCheckpointError unless the state holds exactly this model's parameters, in their shapes
     and types."""
-    expected = {PARAMETER + name: _kind(parameter) for name, parameter in model.named_parameters()}
+    expected = {PARAMETER + name: _kind(tensor) for name, tensor in weights_of(model).items()}
     stored = {name: _kind(tensor) for name, tensor in found.tensors.items() if name.startswith(PARAMETER)}
     for name in sorted(expected.keys() | stored.keys()):
         if expected.get(name) != stored.get(name):
@@ -74,8 +75,9 @@ def _kind(tensor: Tensor) -> tuple[tuple[int, ...], str]:
 def restore(found: RankState, model: Any, optimizer: Any) -> None:
     """Put a state that fits back into the model, a fresh optimizer and the generators."""
     inner = {parameter: states for states in _inner_states(optimizer) for parameter in states[1]}
+    for name, tensor in weights_of(model).items():
+        tensor.copy_(found.tensors[PARAMETER + name])
     for name, parameter in model.named_parameters():
-        parameter.copy_(found.tensors[PARAMETER + name])
         prefix = f"{OPTIMIZER}{name}/"
         slot = {
             key.removeprefix(prefix): tensor
