@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import shutil
 import tempfile
 from pathlib import Path
@@ -70,14 +69,22 @@ def make_smollm2(out_dir: Path) -> Path:
 
 def _unpack(gguf: Path, folder: Path) -> None:
     import torch
+    from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     where: dict[str, Any] = {"gguf_file": gguf.name, "local_files_only": True}
     model: Any = AutoModelForCausalLM.from_pretrained(str(gguf.parent), dtype=torch.float32, **where)
-    # It says that the file was quantized; the weights here are not.
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
-    model.save_pretrained(str(folder))
+    config = model.config
+    # It says that the file was quantized; the weights here are not, though `model.save_pretrained` still thinks so.
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    config.architectures, config.dtype = [type(model).__name__], "float32"
+    config.save_pretrained(str(folder))
+    model.generation_config.save_pretrained(str(folder))
+    # Tied: the output matrix is the embedding and is not stored twice.
+    tensors = {
+        name: tensor.contiguous() for name, tensor in model.state_dict().items() if name != "lm_head.weight"
+    }
+    save_file(tensors, str(folder / "model.safetensors"), metadata={"format": "pt"})
     tokenizer: Any = AutoTokenizer.from_pretrained(str(gguf.parent), **where)
     tokenizer.save_pretrained(str(folder))
-    assert json.loads((folder / "config.json").read_text())["model_type"] == "llama"
