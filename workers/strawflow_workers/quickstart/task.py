@@ -37,7 +37,9 @@ class GymTask:
     dataset: str
     settings: Mapping[str, Any]
     max_response_tokens: int
-    """Bytes of the longest right answer and the end-of-sequence token, with a little room."""
+    """Bytes of the longest right answer and the end-of-sequence token, with a little room; with an instruction, tokens."""
+    instruction: str = ""
+    """Follows the question in the chat message that a model with a chat template gets; empty: the question is plain text."""
 
 
 @dataclass(frozen=True)
@@ -78,13 +80,21 @@ _TASKS = {
         GymTask(
             "products", "products", {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}, 6
         ),
+        GymTask(
+            "gsm_symbolic",
+            "gsm_symbolic",
+            {},
+            64,
+            instruction="Answer with the final number alone, without units or steps.",
+        ),
     )
 }
 
 
-def task_names() -> list[str]:
-    """Return the names of all tasks, the default first."""
-    return sorted(_TASKS, key=lambda name: (name != DEFAULT_TASK, name))
+def task_names(*, chat: bool = False) -> list[str]:
+    """Return the names of the tasks for models with a chat template, or of those for models without, the default first."""
+    names = [name for name, task in _TASKS.items() if bool(task.instruction) == chat]
+    return sorted(names, key=lambda name: (name != DEFAULT_TASK, name))
 
 
 def task_named(name: str) -> GymTask:
@@ -96,7 +106,8 @@ def task_named(name: str) -> GymTask:
     try:
         return _TASKS[name]
     except KeyError:
-        raise InvalidInputError(f"unknown task {name!r}; known: {', '.join(task_names())}") from None
+        known = [*task_names(), *task_names(chat=True)]
+        raise InvalidInputError(f"unknown task {name!r}; known: {', '.join(known)}") from None
 
 
 def export_task(task: str, seed: int, *, out_dir: Path, num_train: int, num_held_out: int) -> TaskFiles:
@@ -132,8 +143,8 @@ def export_task(task: str, seed: int, *, out_dir: Path, num_train: int, num_held
         num_held_out=len(held_out),
         num_overlapping=num_overlapping,
     )
-    _write_atomically(files.held_out, map(_line, held_out))
-    _write_atomically(files.train, map(_line, train))
+    for path, entries in ((files.held_out, held_out), (files.train, train)):
+        _write_atomically(path, (_line(entry, chosen.instruction) for entry in entries))
     return files
 
 
@@ -172,9 +183,12 @@ def _folded(entry: Mapping[str, Any]) -> str:
     return str(entry["question"]).casefold()
 
 
-def _line(entry: Mapping[str, Any]) -> str:
-    row = {"prompt": entry["question"].strip() + "\n", "label": entry["answer"], "metadata": entry}
-    return json.dumps(row, allow_nan=False) + "\n"
+def _line(entry: Mapping[str, Any], instruction: str) -> str:
+    question = entry["question"].strip()
+    prompt = [{"role": "user", "content": f"{question}\n{instruction}"}] if instruction else question + "\n"
+    row = {"prompt": prompt, "label": entry["answer"], "metadata": entry}
+    # Some datasets keep fractions among the values they drew; no verifier reads those.
+    return json.dumps(row, allow_nan=False, default=str) + "\n"
 
 
 def _write_atomically(path: Path, lines: Iterable[str]) -> None:

@@ -15,7 +15,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -39,15 +39,36 @@ class RankState:
     values: dict[str, Any]
 
 
+class TensorsDigest:
+    """The digest over name, type, shape and bytes of tensors that are added one by one in the order of their names."""
+
+    def __init__(self) -> None:
+        self._digest = xxhash.xxh3_128()
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Take a tensor in."""
+        tensor = tensor.detach().cpu().contiguous()
+        self._digest.update(digest_entry(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)))
+        raw: Any = tensor.view(-1).view(torch.uint8).numpy()
+        self._digest.update(raw)
+
+    def passing(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Take tensors in as they pass."""
+        for name, tensor in tensors:
+            self.add(name, tensor)
+            yield name, tensor
+
+    def hexdigest(self) -> str:
+        """Return the xxh3-128 digest in hexadecimal digits."""
+        return str(self._digest.hexdigest())
+
+
 def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
     """Return the xxh3-128 hex digest over name, type, shape and bytes of each tensor, in order of their
     names."""
-    digest = xxhash.xxh3_128()
+    digest = TensorsDigest()
     for name in sorted(tensors):
-        tensor = tensors[name].detach().cpu().contiguous()
-        digest.update(digest_entry(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)))
-        raw: Any = tensor.view(-1).view(torch.uint8).numpy()
-        digest.update(raw)
+        digest.add(name, tensors[name])
     return digest.hexdigest()
 
 

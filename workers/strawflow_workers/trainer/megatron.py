@@ -38,6 +38,7 @@ from strawflow_workers.trainer.context import Share
 from strawflow_workers.trainer.model import (
     ONE_PROCESS,
     build_model,
+    export_weights,
     hf_tensors,
     load_weights,
     read_hf_config,
@@ -181,11 +182,12 @@ class MegatronTrainer:
             AlreadyExistsError: `out_dir` exists.
             StorageError: it could not be written; nothing appeared under that name.
         """
-        tensors = self._hf_tensors()
+        self._finish_gathering()
         if self.ranks.rank > 0:
+            hf_tensors(self._core, self._hf, self.ranks)
             return ""
         with checkpoints.new_directory(Path(out_dir)) as partial:
-            checkpoints.write_tensors(partial / "model.safetensors", tensors)
+            digest = export_weights(self._core, self._hf, self.ranks, partial / "model.safetensors")
             for path in self._hf_dir.iterdir():
                 if (
                     path.is_file()
@@ -193,7 +195,7 @@ class MegatronTrainer:
                     and not path.name.endswith(_WEIGHT_SUFFIXES)
                 ):
                     shutil.copyfile(path, partial / path.name)
-        return checkpoints.tensors_digest(tensors)
+        return digest
 
     def save_checkpoint(self, path: Path, *, stands_for: Mapping[str, Any] | None = None) -> None:
         """Write all state as a new directory, durable when this returns; its manifest says what it stands for.

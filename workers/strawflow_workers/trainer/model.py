@@ -3,37 +3,38 @@ out.
 
 1. Architecture and weights come from the directory alone; nothing is initialised at random.
 2. What `hf_tensors` gives is what `load_weights` took, bit for bit, until training changes it.
-3. Parameters are fp32; a checkpoint in another type is widened on the way in and narrowed on the way out.
+3. Parameters are fp32 (or bf16, by configuration); a checkpoint in another type is widened on the way in and narrowed on the
+   way out, each tensor to the type it had.
 4. Which part of the model a rank has is Megatron's choice; `sharding` cuts and gathers, `convert` translates whole tensors.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from strawflow.config_parallel import ParallelSection
 from strawflow.errors import ConfigError, InvalidInputError, NotFoundError
 from strawflow_workers.trainer import device, sharding
 from strawflow_workers.trainer.attention import PackedCausalAttention
+from strawflow_workers.trainer.checkpoints import TensorsDigest
 from strawflow_workers.trainer.convert import family_of
-from strawflow_workers.trainer.layer_spec import with_shared_norms
+from strawflow_workers.trainer.convert.stored import Kind, StoredWeights, hf_tensors_of, write_tensors
+from strawflow_workers.trainer.layer_specs import block_spec
 from strawflow_workers.trainer.ranks import Ranks
+from strawflow_workers.trainer.shared_norm import with_shared_norms
 
 with device.importing_megatron():
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 ONE_PROCESS = ParallelSection()
-EXPORT_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def read_hf_config(hf_dir: Path) -> dict[str, Any]:
@@ -61,7 +62,8 @@ def build_model(hf: Mapping[str, Any], parallel: ParallelSection = ONE_PROCESS) 
     dtype = torch.bfloat16 if parallel.precision == "bf16" else torch.float32
     architecture = family.config_fields(hf)
     _check_shapes(architecture, parallel)
-    config = TransformerConfig(
+    make_config = MLATransformerConfig if architecture.get("multi_latent_attention") else TransformerConfig
+    config = make_config(
         **architecture,
         params_dtype=dtype,
         hidden_dropout=0.0,
@@ -76,13 +78,16 @@ def build_model(hf: Mapping[str, Any], parallel: ParallelSection = ONE_PROCESS) 
         cuda_graph_scope=[],  # what its default becomes, without the warning
         **_parallel_fields(parallel, dtype),
     )
-    spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
-    spec.submodules.self_attention.submodules.core_attention = PackedCausalAttention
-    if parallel.sequence:
-        spec = with_shared_norms(spec, config)
     fields = family.model_fields(hf)
     fields["vocab_size"] = sharding.padded_vocabulary(fields["vocab_size"], parallel.tensor)
     with device.without_megatron_warnings():
+        spec = block_spec(
+            config,
+            core_attention=PackedCausalAttention,
+            normalises_outputs=family.normalises_outputs,
+        )
+        if parallel.sequence:
+            spec = with_shared_norms(spec, config)
         model = GPTModel(
             config=config,
             transformer_layer_spec=spec,
@@ -92,7 +97,7 @@ def build_model(hf: Mapping[str, Any], parallel: ParallelSection = ONE_PROCESS) 
         )
     if parallel.tensor > 1:
         sharding.mark_shards(model)
-    return model
+    return model.to(device.target())  # torch's norms and Megatron's routers are made on the CPU anywhere
 
 
 def _parallel_fields(parallel: ParallelSection, dtype: torch.dtype) -> dict[str, Any]:
@@ -126,6 +131,12 @@ def _parallel_fields(parallel: ParallelSection, dtype: torch.dtype) -> dict[str,
 
 
 def _check_shapes(architecture: Mapping[str, Any], parallel: ParallelSection) -> None:
+    is_special = bool(architecture.get("num_moe_experts") or architecture.get("multi_latent_attention"))
+    if is_special and parallel.ranks_of_a_replica > 1:
+        raise ConfigError(
+            "parallel.tensor, pipeline and context: models with experts or latent attention are trained with data parallelism "
+            "alone so far; set them to 1"
+        )
     shared = {
         "tensor": ("num_attention_heads", "num_query_groups", "ffn_hidden_size"),
         "pipeline": ("num_layers",),
@@ -146,22 +157,24 @@ def load_weights(model: GPTModel, hf: Mapping[str, Any], hf_dir: Path) -> None:
     Raises:
         NotFoundError: a weight file or tensor is missing.
         InvalidInputError: a tensor has another shape than the configuration says.
+        ConfigError: there are tensors that models of this family do not have.
     """
     family, rank = family_of(hf), parallel_state.get_tensor_model_parallel_rank()
-    stored = _StoredTensors(hf_dir)
-    for own_name, parameter in model.named_parameters():
+    weights = StoredWeights(hf_dir)
+    family.check_names(weights, hf)
+    for own_name, tensor in sharding.weights_of(model).items():
         name = sharding.whole_name(model, own_name)
         parts = family.hf_names(name)
-        absent = [part for part in parts if part not in stored.file_of]
+        absent = [part for part in parts if part not in weights]
         if absent:
             raise NotFoundError(f"{hf_dir}: no tensor named {absent[0]}")
         try:
-            whole = family.join(name, tuple(stored.read(part) for part in parts), hf)
+            whole = family.join(name, tuple(weights[part] for part in parts), hf)
         except RuntimeError as error:
             raise InvalidInputError(
                 f"{hf_dir}: tensors {', '.join(parts)} do not fit config.json: {error}"
             ) from error
-        expected = sharding.whole_shape(parameter)
+        expected = sharding.whole_shape(tensor)
         if sharding.has_vocabulary(name):
             expected = (int(hf["vocab_size"]), *expected[1:])
         if whole.shape != expected:
@@ -169,45 +182,55 @@ def load_weights(model: GPTModel, hf: Mapping[str, Any], hf_dir: Path) -> None:
                 f"{hf_dir}: {', '.join(parts)} make {tuple(whole.shape)}; config.json asks for {expected}"
             )
         if sharding.has_vocabulary(name):
-            whole = sharding.with_padding(whole, sharding.whole_shape(parameter)[0])
-        parameter.copy_(sharding.cut(whole, parameter, rank=rank))
-
-
-class _StoredTensors:
-    """The tensors of a Hugging Face directory, each read when it is asked for."""
-
-    def __init__(self, hf_dir: Path) -> None:
-        index = hf_dir / "model.safetensors.index.json"
-        if index.is_file():
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        else:
-            names = ["model.safetensors"]
-        self.file_of: dict[str, Any] = {}
-        for name in names:
-            path = hf_dir / name
-            if not path.is_file():
-                raise NotFoundError(
-                    f"{path} does not exist; the model directory must hold safetensors weights"
-                )
-            stored = safe_open(path, framework="pt")
-            for key in stored.keys():  # type: ignore[no-untyped-call]  # noqa: SIM118 - no mapping
-                self.file_of[key] = stored
-
-    def read(self, name: str) -> Tensor:
-        tensor: Tensor = self.file_of[name].get_tensor(name)
-        return tensor
+            whole = sharding.with_padding(whole, sharding.whole_shape(tensor)[0])
+        tensor.copy_(sharding.cut(whole, tensor, rank=rank))
+    model.hf_kinds = {name: weights.kind(name) for name in weights}
 
 
 @torch.no_grad()
 def hf_tensors(model: GPTModel, hf: Mapping[str, Any], ranks: Ranks) -> dict[str, Tensor]:
-    """Return on rank 0 the weights by their Hugging Face names, contiguous, on the CPU, in the type that config.json names.
+    """Return on rank 0 the weights by their Hugging Face names, in the order of these, contiguous, on the CPU, in the types
+    they were loaded in.
 
     The other ranks take part and get nothing.
     """
-    family = family_of(hf)
-    dtype = EXPORT_TYPES[str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch.")]
-    found: dict[str, Tensor] = {}
+    return dict(sorted(_each_gathered(model, hf, ranks)))
+
+
+def _each_gathered(model: GPTModel, hf: Mapping[str, Any], ranks: Ranks) -> Iterator[tuple[str, Tensor]]:
+    family, kinds = family_of(hf), hf_kinds(model)
     for name, whole in sharding.whole_tensors(model, ranks, vocabulary=int(hf["vocab_size"])):
         for hf_name, part in zip(family.hf_names(name), family.split(name, whole, hf), strict=True):
-            found[hf_name] = part.to(device="cpu", dtype=dtype).contiguous()
-    return dict(sorted(found.items()))
+            yield hf_name, part.to(device="cpu", dtype=kinds[hf_name][0]).contiguous()
+
+
+@torch.no_grad()
+def each_hf_tensor(model: GPTModel, hf: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Yield what `hf_tensors` returns, of a model that one process holds, one by one: no more than the parts of one Megatron
+    tensor are held."""
+    weights, kinds = sharding.weights_of(model), hf_kinds(model)
+    for hf_name, part in hf_tensors_of(family_of(hf), hf, weights, lambda name: weights[name].detach()):
+        yield hf_name, part.to(device="cpu", dtype=kinds[hf_name][0]).contiguous()
+
+
+@torch.no_grad()
+def export_weights(model: GPTModel, hf: Mapping[str, Any], ranks: Ranks, path: Path) -> str:
+    """Write the weights as one safetensors file on rank 0, and return `tensors_digest` of them; a lone process does it tensor
+    by tensor, rank 0 of several holds them all first. The others take part by `hf_tensors`."""
+    kinds, digest = hf_kinds(model), TensorsDigest()
+    if ranks.size > 1:
+        tensors = hf_tensors(model, hf, ranks)
+        names, each = list(tensors), iter(tensors.items())
+    else:
+        family = family_of(hf)
+        names = [hf_name for name in sharding.weights_of(model) for hf_name in family.hf_names(name)]
+        each = each_hf_tensor(model, hf)
+    write_tensors(path, {name: kinds[name] for name in names}, digest.passing(each))
+    path.chmod(0o644)  # other users of the share may read it, as they may read every other file
+    return digest.hexdigest()
+
+
+def hf_kinds(model: GPTModel) -> Mapping[str, Kind]:
+    """Return type and shape of each tensor of the Hugging Face directory that the model was loaded from."""
+    kinds: Mapping[str, Kind] = model.hf_kinds
+    return kinds

@@ -57,6 +57,14 @@ def mark_shards(model: Any) -> None:
             set_tensor_model_parallel_attributes(weight, True, 1, 1)
 
 
+def weights_of(model: Any) -> dict[str, Tensor]:
+    """Return what a checkpoint of this rank's model holds, by its own names: parameters, and buffers that routers read."""
+    kept = model.state_dict().keys()
+    return dict(model.named_parameters()) | {
+        name: buffer for name, buffer in model.named_buffers() if name in kept
+    }
+
+
 def whole_name(model: Any, name: str) -> str:
     """Return a parameter's name with the layer's number over all pipeline stages; a copy has the name of its original."""
     if is_copy(model, name):
@@ -118,7 +126,7 @@ def with_padding(whole: Tensor, rows: int) -> Tensor:
 
 @torch.no_grad()
 def whole_tensors(model: Any, ranks: Ranks, *, vocabulary: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield each whole parameter by name on rank 0, stage after stage; the other ranks take part and get nothing.
+    """Yield each whole tensor by name on rank 0, stage after stage; the other ranks take part and get nothing.
 
     Tensors are on the model's device, valid until the next one is asked for.
     """
@@ -128,7 +136,7 @@ def whole_tensors(model: Any, ranks: Ranks, *, vocabulary: int) -> Iterator[tupl
         parallel_state.get_pipeline_model_parallel_world_size(),
     )
     if parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0:
-        for name, parameter in model.named_parameters():
+        for name, parameter in weights_of(model).items():
             if is_copy(model, name):
                 continue
             whole = _gathered(parameter.detach(), parameter, group)

@@ -24,6 +24,7 @@ from torch import Tensor
 from strawflow.errors import CorruptCheckpointError
 from strawflow_workers.trainer.checkpoints import RankState
 from strawflow_workers.trainer.device import importing_megatron
+from strawflow_workers.trainer.sharding import weights_of
 
 with importing_megatron():
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
@@ -36,7 +37,7 @@ _PACKAGES = ("torch", "megatron-core", "numpy", "safetensors")
 
 def collect(model: Any, optimizer: Any, values: dict[str, Any]) -> RankState:
     """Take the state of this rank; tensors are not copied, so use it before the next update."""
-    tensors = {PARAMETER + name: parameter.detach() for name, parameter in model.named_parameters()}
+    tensors = {PARAMETER + name: tensor.detach() for name, tensor in weights_of(model).items()}
     for name, slot in _optimizer_slots(model, optimizer):
         tensors.update({f"{OPTIMIZER}{name}/{key}": tensor for key, tensor in slot.items()})
     tensors[GENERATOR + "torch"] = torch.get_rng_state()
@@ -58,7 +59,7 @@ def collect(model: Any, optimizer: Any, values: dict[str, Any]) -> RankState:
 def check_fits(found: RankState, model: Any, *, path: Path) -> None:
     """Raise CorruptCheckpointError unless the state holds exactly this model's parameters, in their shapes
     and types."""
-    expected = {PARAMETER + name: _kind(parameter) for name, parameter in model.named_parameters()}
+    expected = {PARAMETER + name: _kind(tensor) for name, tensor in weights_of(model).items()}
     stored = {name: _kind(tensor) for name, tensor in found.tensors.items() if name.startswith(PARAMETER)}
     for name in sorted(expected.keys() | stored.keys()):
         if expected.get(name) != stored.get(name):
@@ -76,8 +77,8 @@ def _kind(tensor: Tensor) -> tuple[tuple[int, ...], str]:
 def restore(found: RankState, model: Any, optimizer: Any) -> None:
     """Put a state that fits back into the model, a fresh optimizer and the generators."""
     names = {parameter: name for name, parameter in model.named_parameters()}
-    for name, parameter in model.named_parameters():
-        parameter.copy_(found.tensors[PARAMETER + name])
+    for name, tensor in weights_of(model).items():
+        tensor.copy_(found.tensors[PARAMETER + name])
     for slots, parameter, own in _owned(optimizer):
         prefix = f"{OPTIMIZER}{names[parameter]}/"
         slot = {

@@ -1,4 +1,4 @@
-"""The layers Megatron builds for us: its own local modules, our attention, and a norm that knows sequence parallelism.
+"""A norm that knows sequence parallelism, in the place of the one Megatron gives its local layers.
 
 1. Without sequence parallelism the norm is torch's own, as Megatron chooses it.
 2. With it a rank sees some of the tokens alone: the norm's gradient is marked to be added up over tensor-parallel ranks
