@@ -54,6 +54,7 @@ def stage_settings(config: RunConfig, objective: str) -> TrainSettings:
         clip_grad=t.clip_grad,
         clip_low=t.clip_low,
         clip_high=t.clip_high,
+        algorithm=config.algorithm,
     )
 
 
@@ -87,10 +88,14 @@ def _to_micro_batch(rows: pa.RecordBatch) -> PackedMicroBatch:
         return np.asarray(rows.column(name).flatten())
 
     lengths = np.diff(np.asarray(rows.column("tokens").offsets))
+    loss_mask = values("loss_mask").astype(np.float32)
+    weights = rows.column("loss_weight")
+    if weights.null_count < rows.num_rows:
+        loss_mask *= np.repeat(np.asarray(weights.fill_null(1.0)), lengths)
     return PackedMicroBatch(
         tokens=values("tokens"),
         boundaries=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
-        loss_mask=values("loss_mask").astype(np.float32),
+        loss_mask=loss_mask,
         advantages=values("advantages"),
         rollout_logprobs=values("logprobs"),
         temperatures=np.asarray(rows.column("temperature")),

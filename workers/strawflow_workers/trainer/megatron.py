@@ -29,8 +29,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from strawflow.errors import InvalidInputError
-from strawflow_workers.trainer import checkpoints, device, forward, state
+from strawflow_workers.trainer import checkpoints, device, forward, objective, state
 from strawflow_workers.trainer.batches import MiniBatch, PackedMicroBatch, StepMetrics, TrainSettings
+from strawflow_workers.trainer.columns import LogProbs, Models, with_columns
+from strawflow_workers.trainer.frozen import FrozenModel
 from strawflow_workers.trainer.model import build_model, hf_tensors, load_weights, read_hf_config
 
 with device.importing_megatron():
@@ -78,6 +80,7 @@ class MegatronTrainer:
             core = build_model(self._hf)
             load_weights(core, self._hf, self._hf_dir)
             self._model = _data_parallel(core)
+            self._frozen: dict[str, FrozenModel] = {}
             self._begin(settings)
 
     def begin_stage(self, settings: TrainSettings) -> None:
@@ -89,8 +92,28 @@ class MegatronTrainer:
 
     def _begin(self, settings: TrainSettings) -> None:
         self.settings = settings
+        objective.require_loss(settings)
+        self._models = self._models_for(settings)
         self._optimizer = _make_optimizer(settings, self._model)
         self._schedule = _make_schedule(settings, self._optimizer)
+
+    def _models_for(self, settings: TrainSettings) -> Models:
+        """Return who tells the log-probabilities that a step needs beside those of its own passes."""
+        a = settings.algorithm
+        reference = a.reference or str(self._hf_dir) if a.needs_reference else ""
+        return Models(
+            self.logprobs,
+            self._frozen_model("reference", reference),
+            self._frozen_model("teacher", a.teacher),
+        )
+
+    def _frozen_model(self, role: str, hf_dir: str) -> LogProbs | None:
+        if not hf_dir:
+            return None
+        if hf_dir not in self._frozen:
+            size = int(self._hf["vocab_size"])
+            self._frozen[hf_dir] = FrozenModel(Path(hf_dir), vocab_size=size, setting=f"algorithm.{role}")
+        return self._frozen[hf_dir].logprobs
 
     @property
     def updates(self) -> int:
@@ -101,6 +124,7 @@ class MegatronTrainer:
         """Apply one update for each mini-batch, in order. Those that are not finite are left out and
         counted."""
         started = time.monotonic()
+        mini_batches = with_columns(mini_batches, self.settings.algorithm, self._models)
         with device.trainer_device():
             updates = [self._update(mini_batch) for mini_batch in mini_batches]
         return _summarise(updates, self.settings, lr=self._lr(), seconds=time.monotonic() - started)
@@ -186,7 +210,7 @@ class MegatronTrainer:
         sums, largest_gap = self._forward_backward(mini_batch)
         self._optimizer.prepare_grads()
         grad_norm = float(self._optimizer.get_grad_norm())
-        loss = sums[forward.LOSS] / mini_batch.denominator
+        loss = sums[objective.LOSS] / mini_batch.denominator
         applied = math.isfinite(loss) and math.isfinite(grad_norm)
         if applied:
             self._schedule.step(1)
@@ -303,7 +327,7 @@ def _forward_step(
 def _loss(
     prepared: forward.Prepared, settings: TrainSettings, denominator: float, logits: Tensor
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    loss, sums, largest = forward.loss_and_sums(logits, prepared, settings)
+    loss, sums, largest = objective.loss_and_sums(logits, prepared, settings)
     # The schedule wants a token count; the gradient does not use it.
     count = torch.tensor(prepared.rows.numel(), dtype=torch.int)
     return loss / denominator, count, {"sums": sums, "largest_gap": largest}
@@ -311,25 +335,31 @@ def _loss(
 
 def _summarise(updates: list[_Update], settings: TrainSettings, *, lr: float, seconds: float) -> StepMetrics:
     applied = [update for update in updates if update.applied]
-    num_tokens = int(sum(update.sums[forward.TOKENS] for update in updates))
-    trained = sum(update.sums[forward.TOKENS] for update in applied)
+    num_tokens = int(sum(update.sums[objective.TOKENS] for update in updates))
+    trained = sum(update.sums[objective.TOKENS] for update in applied)
     is_policy = settings.objective == "grpo"
+    a = settings.algorithm
     first = updates[0] if updates else None
-    first_tokens = first.sums[forward.TOKENS] if first else 0.0
+    first_tokens = first.sums[objective.TOKENS] if first else 0.0
 
-    def share(place: int) -> float | None:
-        return sum(update.sums[place] for update in applied) / trained if is_policy and trained else None
+    def share(place: int, *, asked: bool = True) -> float | None:
+        if not (is_policy and trained and asked):
+            return None
+        return sum(update.sums[place] for update in applied) / trained
 
     return StepMetrics(
         loss=sum(update.loss for update in applied) / len(applied) if applied else None,
         grad_norm=sum(update.grad_norm for update in applied) / len(applied) if applied else None,
         num_tokens=num_tokens,
-        clip_fraction=share(forward.CLIPPED),
-        kl=share(forward.KL),
-        logprob_gap_mean=first.sums[forward.GAP] / first_tokens
+        clip_fraction=share(objective.CLIPPED),
+        kl=share(objective.KL),
+        logprob_gap_mean=first.sums[objective.GAP] / first_tokens
         if is_policy and first and first_tokens
         else None,
         logprob_gap_max=first.largest_gap if is_policy and first and first_tokens else None,
+        entropy=share(objective.ENTROPY, asked=bool(a.entropy_coefficient or a.measure_entropy)),
+        reference_kl=share(objective.REFERENCE_KL, asked=a.kl == "loss"),
+        corrected_fraction=share(objective.CORRECTED, asked=a.mismatch != "none"),
         lr=lr,
         skipped_updates=len(updates) - len(applied),
         seconds=seconds,
