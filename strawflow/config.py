@@ -18,6 +18,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from strawflow import config_algorithm, sampling
 from strawflow.config_algorithm import AlgorithmSection
+from strawflow.config_guard import GuardSection
 from strawflow.errors import ConfigError
 from strawflow.eval_datasets import (
     HELD_OUT,
@@ -312,6 +313,7 @@ class RunConfig(Section):
     assemble: AssembleSection = AssembleSection()
     algorithm: AlgorithmSection = AlgorithmSection()
     trainer: TrainerSection = TrainerSection()
+    guard: GuardSection = GuardSection()
     eval: EvalSection = EvalSection()
     lease: LeaseSection = LeaseSection()
     storage: StorageSection = StorageSection()

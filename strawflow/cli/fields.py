@@ -126,7 +126,7 @@ def field_helps() -> tuple[FieldHelp, ...]:
     return tuple(helps)
 
 
-_SOURCES = ("strawflow.config", "strawflow.config_algorithm")
+_SOURCES = ("strawflow.config", "strawflow.config_algorithm", "strawflow.config_guard")
 """Modules whose classes are the sections."""
 
 

@@ -263,3 +263,28 @@ def test_a_reference_of_another_vocabulary_and_a_loss_that_cannot_be_loaded_are_
             replace(GRPO, algorithm=AlgorithmSection(loss=f"{__name__}:sqared_gap")),
             seed=1,
         )
+
+
+def test_an_update_above_the_bound_is_left_out_and_what_was_decided_is_decided_again(world: World) -> None:
+    good, large, last = make_step(6, num_updates=3)
+    large = replace(large, denominator=large.denominator / 1e4)
+    digests = {}
+    for name, options in {
+        "bound": {"max_grad_norm": 50.0},
+        "decided": {"left_out": [1]},
+        "set aside": {"max_grad_norm": 50.0, "sets_aside": True},
+        "only the first": {"left_out": [1, 2]},
+        "decided that none is": {"max_grad_norm": 50.0, "left_out": []},
+        "no bound": {},
+    }.items():
+        bound = options.pop("max_grad_norm", 0.0)
+        trainer = MegatronTrainer(world.root / "hf", replace(GRPO, max_grad_norm=bound), seed=1)
+        metrics = trainer.train_step([good, large, last], **options)
+        digests[name] = (metrics.left_out, trainer.updates, trainer.state_digest())
+    assert digests["bound"][:2] == ((1,), 2)
+    assert digests["decided"] == digests["bound"]
+    assert digests["set aside"][:2] == ((1, 2), 1)
+    assert digests["only the first"] == digests["set aside"]
+    assert digests["no bound"][:2] == ((), 3)
+    assert digests["decided that none is"] == digests["no bound"]
+    assert len({digest for *_, digest in digests.values()}) == 3

@@ -92,6 +92,8 @@ def another(name: str, default: Any) -> tuple[str, Any]:
         "rollout.reward_model_input": "text",
         "rollout.reward_post_process": "mine:centred",
         "algorithm.advantage": "dr_grpo",
+        "guard.on_left_out": "stop",
+        "guard.agreement": "stop",
         "algorithm.loss": "gspo",
         "algorithm.aggregation": "rollout",
         "algorithm.old_logprobs": "recomputed",

@@ -105,6 +105,8 @@ class TrainSettings:
     weight_decay: float = 0.0
     clip_grad: float = 1.0
     """Largest norm of the whole gradient; 0 leaves it unclipped."""
+    max_grad_norm: float = 0.0
+    """An update whose gradient norm, before clipping, is above this is not applied; 0: no bound."""
     clip_low: float = 0.2
     """grpo: the probability ratio is clipped to [1 - clip_low, 1 + clip_high]."""
     clip_high: float = 0.2
@@ -114,7 +116,15 @@ class TrainSettings:
     def __post_init__(self) -> None:
         if self.objective not in ("sft", "grpo"):
             raise InvalidInputError(f"objective: must be 'sft' or 'grpo', is {self.objective!r}")
-        for name in ("lr", "weight_decay", "clip_grad", "clip_low", "clip_high", "lr_warmup_updates"):
+        for name in (
+            "lr",
+            "weight_decay",
+            "clip_grad",
+            "max_grad_norm",
+            "clip_low",
+            "clip_high",
+            "lr_warmup_updates",
+        ):
             if not (np.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
                 raise InvalidInputError(f"{name}: must be finite and not negative, is {getattr(self, name)}")
         object.__setattr__(self, "betas", tuple(self.betas))  # a list after a round trip through JSON
@@ -154,8 +164,10 @@ class StepMetrics:
     lr: float
     """Learning rate of the last update."""
     skipped_updates: int
-    """Mini-batches left out because their loss or gradient was not finite; weights and optimizer did not move
-    for them."""
+    """Mini-batches left out because their loss or gradient was not finite or too large; weights and optimizer
+    did not move for them."""
+    left_out: tuple[int, ...] = ()
+    """Which mini-batches these were, in order from 0."""
     seconds: float
 
     @property

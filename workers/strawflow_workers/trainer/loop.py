@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -28,6 +28,7 @@ from strawflow.index.batches import Batch, MicroBatchPlace
 from strawflow_workers.drain import Drain
 from strawflow_workers.trainer.batches import MiniBatch, PackedMicroBatch, TrainSettings
 from strawflow_workers.trainer.megatron import MegatronTrainer
+from strawflow_workers.trainer.watch import Watch
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +46,7 @@ def stage_settings(config: RunConfig, objective: str) -> TrainSettings:
             betas=betas,
             weight_decay=w.weight_decay,
             clip_grad=t.clip_grad,
+            max_grad_norm=config.guard.max_grad_norm,
         )
     return TrainSettings(
         objective="grpo",
@@ -52,6 +54,7 @@ def stage_settings(config: RunConfig, objective: str) -> TrainSettings:
         betas=betas,
         weight_decay=t.weight_decay,
         clip_grad=t.clip_grad,
+        max_grad_norm=config.guard.max_grad_norm,
         clip_low=t.clip_low,
         clip_high=t.clip_high,
         algorithm=config.algorithm,
@@ -102,19 +105,39 @@ def _to_micro_batch(rows: pa.RecordBatch) -> PackedMicroBatch:
     )
 
 
-def apply_batch(
-    trainer: MegatronTrainer, config: RunConfig, batch: Batch, mini_batches: list[MiniBatch]
-) -> dict[str, Any]:
-    """Train one step, starting the batch's stage first if it is another; returns the step's metrics."""
+def begin_stage_of(trainer: MegatronTrainer, config: RunConfig, batch: Batch) -> None:
+    """Start the batch's stage if it is another than the trainer's."""
     if trainer.settings.objective != batch.objective:
         trainer.begin_stage(stage_settings(config, batch.objective))
-    metrics = trainer.train_step(mini_batches)
+
+
+def apply_batch(
+    trainer: MegatronTrainer,
+    config: RunConfig,
+    batch: Batch,
+    mini_batches: list[MiniBatch],
+    *,
+    recorded: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Train one step, starting the batch's stage first if it is another; returns the step's metrics.
+
+    `recorded` are those of an earlier time that it was trained: the same updates are left out.
+    """
+    begin_stage_of(trainer, config, batch)
+    # A batch that was replaced meanwhile is another: nothing was decided about it.
+    is_same = recorded is not None and recorded.get("batch_digest") == batch.digest
+    metrics = trainer.train_step(
+        mini_batches,
+        left_out=recorded.get("left_out") if recorded is not None and is_same else None,
+        sets_aside=config.guard.on_left_out == "set_aside",
+    )
     return {
         **asdict(metrics),
         "objective": batch.objective,
         "mean_reward": batch.mean_reward,
         "num_sequences": batch.num_sequences,
         "max_staleness": batch.max_staleness,
+        "batch_digest": batch.digest,
     }
 
 
@@ -165,15 +188,22 @@ class TrainerLoop:
 
     def _train(self, trainer: MegatronTrainer, resumption: Resumption) -> None:
         committed = resumption.step
+        watch = Watch(self._session, trainer)
         for step in range(committed + 1, self._config.total_steps + 1):
             batch = self._next_batch(step)
             if batch is None:
                 return
             faults.at("trainer.before_step")
-            rows = consume.read_batch(self._run, self._session.reader, batch)
-            metrics = apply_batch(trainer, self._config, batch, to_mini_batches(batch, rows))
+            rows = list(consume.read_batch(self._run, self._session.reader, batch))
+            mini_batches = to_mini_batches(batch, rows)
+            begin_stage_of(trainer, self._config, batch)
+            watch.before(batch, rows, mini_batches)
+            recorded = watch.recorded.get(step)
+            metrics = apply_batch(trainer, self._config, batch, mini_batches, recorded=recorded)
+            metrics["disagreement"] = watch.disagreement(batch, metrics)
             faults.at("trainer.after_step")
             consume.record_step(self._session, resumption.role, step=step, metrics=metrics)
+            watch.after(batch, rows, mini_batches, metrics)
             log.info("step %d: loss %s, reward %s", step, metrics["loss"], metrics["mean_reward"])
             if self._is_checkpoint_due(step):
                 committed = self._checkpoint(trainer, resumption, step, committed)

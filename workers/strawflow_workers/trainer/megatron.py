@@ -4,7 +4,8 @@
    drives them.
 2. The loss of an update is divided by the denominator that came with it; no count made here enters a
    gradient.
-3. An update whose loss or gradient norm is not finite changes nothing: not weights, optimizer, or schedule.
+3. An update whose loss or gradient norm is not finite, or whose norm is above the bound of the settings, changes
+   nothing: not weights, optimizer, or schedule. Which updates these were can be given, so that a replay decides the same.
 4. Same start, batches, device type and thread count: same weights, bit for bit, also across save and load.
 5. It knows nothing of the store, leases, or where batches come from. Importing it takes seconds: import it in
    the worker only.
@@ -17,7 +18,7 @@ import math
 import random
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,11 @@ class MegatronTrainer:
         self._optimizer = _make_optimizer(settings, self._model)
         self._schedule = _make_schedule(settings, self._optimizer)
 
+    @property
+    def dtype(self) -> str:
+        """Type of the checkpoint's weights, as its config.json names it."""
+        return str(self._hf.get("dtype") or self._hf.get("torch_dtype") or "float32").removeprefix("torch.")
+
     def _models_for(self, settings: TrainSettings) -> Models:
         """Return who tells the log-probabilities that a step needs beside those of its own passes."""
         a = settings.algorithm
@@ -120,13 +126,30 @@ class MegatronTrainer:
         """Updates applied in this stage."""
         return int(self._schedule.num_steps)
 
-    def train_step(self, mini_batches: Sequence[MiniBatch]) -> StepMetrics:
-        """Apply one update for each mini-batch, in order. Those that are not finite are left out and
-        counted."""
+    def train_step(
+        self,
+        mini_batches: Sequence[MiniBatch],
+        *,
+        left_out: Collection[int] | None = None,
+        sets_aside: bool = False,
+    ) -> StepMetrics:
+        """Apply one update for each mini-batch, in order. Those that are not finite, or too large, are left
+        out and counted.
+
+        `left_out` is what was decided before: these are left out, and of the others what is not finite alone. With
+        `sets_aside`, all that come after one that is left out are left out as well.
+        """
         started = time.monotonic()
         mini_batches = with_columns(mini_batches, self.settings.algorithm, self._models)
+        updates: list[_Update] = []
         with device.trainer_device():
-            updates = [self._update(mini_batch) for mini_batch in mini_batches]
+            for at, mini_batch in enumerate(mini_batches):
+                bound = self.settings.max_grad_norm or math.inf
+                if left_out is not None:
+                    bound = -1.0 if at in left_out else math.inf
+                elif sets_aside and not all(update.applied for update in updates):
+                    bound = -1.0
+                updates.append(self._update(mini_batch, max_norm=bound))
         return _summarise(updates, self.settings, lr=self._lr(), seconds=time.monotonic() - started)
 
     def logprobs(self, micro_batch: PackedMicroBatch) -> npt.NDArray[np.float32]:
@@ -204,14 +227,14 @@ class MegatronTrainer:
         }
         return state.collect(self._model.module, self._optimizer, values)
 
-    def _update(self, mini_batch: MiniBatch) -> _Update:
+    def _update(self, mini_batch: MiniBatch, *, max_norm: float) -> _Update:
         self._model.zero_grad_buffer()
         self._optimizer.zero_grad()
         sums, largest_gap = self._forward_backward(mini_batch)
         self._optimizer.prepare_grads()
         grad_norm = float(self._optimizer.get_grad_norm())
         loss = sums[objective.LOSS] / mini_batch.denominator
-        applied = math.isfinite(loss) and math.isfinite(grad_norm)
+        applied = math.isfinite(loss) and math.isfinite(grad_norm) and grad_norm <= max_norm
         if applied:
             self._schedule.step(1)
             if self.settings.clip_grad > 0:
@@ -362,5 +385,6 @@ def _summarise(updates: list[_Update], settings: TrainSettings, *, lr: float, se
         corrected_fraction=share(objective.CORRECTED, asked=a.mismatch != "none"),
         lr=lr,
         skipped_updates=len(updates) - len(applied),
+        left_out=tuple(at for at, update in enumerate(updates) if not update.applied),
         seconds=seconds,
     )

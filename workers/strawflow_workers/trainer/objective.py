@@ -134,6 +134,20 @@ def _token_losses(
             )
 
 
+def sequence_losses(logprobs: Tensor, prepared: Prepared, settings: TrainSettings) -> Tensor:
+    """Return float64 [S]: the weighted losses of each sequence's tokens by the loss alone, for whoever looks for the worst.
+
+    `logprobs` [n] are the log-probabilities of the rows; corrections, KL and entropy are left out.
+    """
+    old = prepared.rollout_logprobs if prepared.old_logprobs is None else prepared.old_logprobs
+    if settings.objective == "sft":
+        per_token = losses.sft_loss(logprobs)
+    else:
+        with torch.enable_grad():  # a hook's answer must have a gradient
+            per_token = _token_losses(logprobs.detach().requires_grad_(), old, prepared, settings, None)
+    return segments.sequence_sums(per_token.detach() * prepared.weights, prepared.lengths)[:, 0]
+
+
 def require_loss(settings: TrainSettings) -> None:
     """Load the loss hook that the settings name, so that a wrong one ends the worker before it trains.
 

@@ -68,7 +68,9 @@ def replay(run: Run, *, from_step: int | None = None, to_step: int | None = None
                 f"{run.root} holds no batch of step {step}; it has {stored[0]} to {stored[-1]}"
             )
         rows = consume.read_batch(run, reader, batch)
-        metrics = apply_batch(trainer, run.config, batch, to_mini_batches(batch, rows))
+        metrics = apply_batch(
+            trainer, run.config, batch, to_mini_batches(batch, rows), recorded=recorded.get(step)
+        )
         checkpoint = checkpoints.get(step)
         yield ReplayedStep(
             step=step,
