@@ -4,20 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import closing, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from strawflow.cli.status import _alarms
 from strawflow.errors import WorkerFailedError
 from strawflow.flow import consume, history
 from strawflow.flow.run import Run
 from strawflow.flow.session import WorkerSession
+from strawflow.flow.status import snapshot
 from strawflow.index import events
 from strawflow.packs.reader import PackReader
 from strawflow_workers.drain import Drain
-from strawflow_workers.trainer.loop import TrainerLoop
+from strawflow_workers.trainer.batches import MiniBatch
+from strawflow_workers.trainer.loop import TrainerLoop, stage_settings, to_mini_batches
+from strawflow_workers.trainer.megatron import MegatronTrainer
 from strawflow_workers.trainer.replay import replay
+from strawflow_workers.trainer.watch import Watch
 from tests.integration.rollout_runs import Worker
 from tests.integration.test_stale_groups import assembler
 
@@ -66,6 +72,51 @@ def run_and_replay(run: Run) -> list[dict[str, Any]]:
     return history.steps(run)
 
 
+def the_disagreement_of_a_real_engine_would_be_told(run: Run) -> None:
+    """The log-probabilities of the fake engine are wrong: take them for those of a real one."""
+
+    def watched(policy: str) -> Run:
+        rollout = run.config.rollout.model_copy(update={"engine": "sglang"})
+        guard = run.config.guard.model_copy(update={"agreement": policy})
+        return replace(run, config=run.config.model_copy(update={"rollout": rollout, "guard": guard}))
+
+    batch = consume.batch_of_step(run, 1)
+    assert batch is not None
+    trainer = MegatronTrainer(run.model_path, stage_settings(run.config, "grpo"), seed=0)
+    with closing(PackReader(run.root)) as reader:
+        rows = list(consume.read_batch(run, reader, batch))
+    mini_batches = to_mini_batches(batch, rows)
+    own = [
+        MiniBatch(
+            tuple(replace(m, rollout_logprobs=trainer.logprobs(m)) for m in mini.micro_batches),
+            mini.denominator,
+        )
+        for mini in mini_batches
+    ]
+    with WorkerSession(watched("stop"), "train") as session:
+        watch = Watch(session, trainer)
+        watch.before(batch, rows, own)
+        with pytest.raises(
+            WorkerFailedError,
+            match=r"step 1 is not trained: mean log-probability gap \S+ above 0.001, largest .* in its first micro-batch",
+        ):
+            watch.before(batch, rows, mini_batches)
+        told = watch.disagreement(batch, {"logprob_gap_mean": 0.5, "logprob_gap_max": 0.05})
+        assert told == "mean log-probability gap 0.5 above 0.001"
+        assert watch.disagreement(replace(batch, max_staleness=1), {}) is None
+        watch.after(batch, rows, own, {"disagreement": told, "left_out": ()})
+    with WorkerSession(watched("warn"), "train") as session:
+        Watch(session, trainer).before(batch, rows, mini_batches)
+    with WorkerSession(run, "train") as session:
+        assert Watch(session, trainer).disagreement(batch, {}) is None, "the fake engine is not judged"
+    with run.index.read() as connection:
+        found = events.latest(connection, limit=9, name_prefix="step.disagreement")
+    assert sorted(e["facts"]["trained"] for e in found) == [False, True]
+    shown = replace(snapshot(run), last_metrics={"step": 1, "disagreement": told})
+    assert ("AGREEMENT", f"engine and trainer differ at step 1: {told}") in _alarms(shown)
+    assert "AGREEMENT" not in dict(_alarms(snapshot(run)))
+
+
 def test_a_run_of_another_algorithm_is_trained_by_planned_weights_and_replays_bit_equal(
     make_run: Callable[..., Run],
 ) -> None:
@@ -81,6 +132,7 @@ def test_a_run_of_another_algorithm_is_trained_by_planned_weights_and_replays_bi
         assert step["entropy"] > 0
         assert step["reference_kl"] is not None
         assert 0 < step["corrected_fraction"] <= 1
+    the_disagreement_of_a_real_engine_would_be_told(run)
     # Its own start is the reference: the first step begins there, the second has left it.
     assert abs(recorded[0]["reference_kl"]) < abs(recorded[1]["reference_kl"])
 

@@ -214,6 +214,22 @@ def test_entropy_divergence_and_corrected_share_are_told_where_they_are_asked_fo
     assert (plain.entropy, plain.reference_kl, plain.corrected_fraction) == (None, None, None)
 
 
+def test_with_gspo_the_clipped_share_is_that_of_sequences(world: World) -> None:
+    world.trainer.begin_stage(stage(world, {"loss": "gspo"}))
+    metrics = world.trainer.train_step([MiniBatch((world.pack,), 7.0)])
+    pack, new = world.pack, world.trainer.logprobs(world.pack)
+    outside = []
+    for start, end in itertools.pairwise(pack.boundaries.tolist()):
+        keep = pack.loss_mask[start:end] != 0
+        ratio = np.exp((new - pack.rollout_logprobs)[start:end][keep].mean())
+        outside += [not 1 - LOW <= ratio <= 1 + HIGH] * int(keep.sum())
+    assert metrics.clip_fraction == pytest.approx(np.mean(outside))
+    world.trainer.begin_stage(stage(world, {}))
+    by_token = world.trainer.train_step([MiniBatch((world.pack,), 7.0)])
+    assert by_token.clip_fraction is not None
+    assert abs(by_token.clip_fraction - metrics.clip_fraction) > 0.05
+
+
 def test_old_log_probabilities_are_those_before_the_first_update_of_the_step(world: World) -> None:
     settings = replace(stage(world, RECOMPUTED), lr=0.01)
     first, second = make_step(4)

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -123,3 +129,31 @@ def test_every_estimator_has_the_gradient_that_its_differences_say(estimator: st
     new = tensor(-1.0, -2.1, -0.7).requires_grad_()
     reference, old = tensor(-0.6, -2.4, -0.2), tensor(-1.2, -1.9, -0.7)
     assert gradcheck(lambda x: divergences.reference_kl(x, reference, estimator, old), (new,))
+
+
+@pytest.mark.long
+@pytest.mark.alone
+def test_two_ranks_with_half_of_the_vocabulary_each_have_the_entropy_and_gradient_of_the_whole(
+    tmp_path: Path,
+) -> None:
+    program = Path(__file__).parents[1] / "integration" / "entropy_ranks.py"
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(program), str(rank), str(tmp_path / "store")],
+            stdout=subprocess.PIPE,
+            env=environment,
+        )
+        for rank in range(2)
+    ]
+    told = [json.loads(rank.communicate(timeout=60)[0]) for rank in ranks]
+    whole = torch.randn(3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(7)) * 3
+    whole.requires_grad_()
+    logprobs = whole.log_softmax(-1)
+    entropy = -(logprobs.exp() * logprobs).sum(-1)
+    (entropy * tensor(1.0, 2.0, -1.0)).sum().backward()
+    assert whole.grad is not None
+    for rank, found in enumerate(told):
+        np.testing.assert_allclose(found["entropy"], entropy.detach().numpy(), rtol=1e-12)
+        part = whole.grad[:, 4 * rank : 4 * rank + 4].numpy()
+        np.testing.assert_allclose(found["gradient"], part, rtol=1e-10, atol=1e-14)

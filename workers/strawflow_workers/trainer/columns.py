@@ -18,7 +18,7 @@ from strawflow_workers.trainer import advantages
 from strawflow_workers.trainer.batches import MiniBatch, PackedMicroBatch
 
 LogProbs = Callable[[PackedMicroBatch], npt.NDArray[np.float32]]
-"""Returns float32 [T]: log-probability of each token given those before it."""
+"""Returns float32 [T]: log-probability of each trained token given those before it; the others may hold anything."""
 
 
 @dataclass(frozen=True)

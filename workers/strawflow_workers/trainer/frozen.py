@@ -40,8 +40,8 @@ class FrozenModel:
         self._model.eval()
 
     def logprobs(self, micro_batch: PackedMicroBatch) -> npt.NDArray[np.float32]:
-        """Return float32 [T]: log-probability of each token given those before it, 0 for the first of a sequence."""
-        prepared = forward.prepare(micro_batch, device=device.target(), every_token=True)
+        """Return float32 [T]: log-probability of each trained token given those before it, 0 for the others."""
+        prepared = forward.prepare(micro_batch, device=device.target())
         with device.trainer_device(), torch.no_grad():
             found = forward.token_logprobs(forward.run_model(self._model, prepared), prepared)
         result = np.zeros(micro_batch.tokens.size, dtype=np.float32)

@@ -152,10 +152,10 @@ class MegatronTrainer:
                 updates.append(self._update(mini_batch, max_norm=bound))
         return _summarise(updates, self.settings, lr=self._lr(), seconds=time.monotonic() - started)
 
-    def logprobs(self, micro_batch: PackedMicroBatch) -> npt.NDArray[np.float32]:
+    def logprobs(self, micro_batch: PackedMicroBatch, *, every_token: bool = True) -> npt.NDArray[np.float32]:
         """Return float32 [T]: log-probability of each token given those before it, 0 for the first of a
-        sequence."""
-        prepared = self._prepare(micro_batch, every_token=True)
+        sequence and, without `every_token`, for those that are not trained."""
+        prepared = self._prepare(micro_batch, every_token=every_token)
         with device.trainer_device(), torch.no_grad():
             found = forward.token_logprobs(forward.run_model(self._model, prepared), prepared)
         result = np.zeros(micro_batch.tokens.size, dtype=np.float32)

@@ -95,10 +95,19 @@ def _policy(
     loss = losses.masked_sum(per_token, prepared.weights)
     bounds = {"clip_low": settings.clip_low, "clip_high": settings.clip_high}
     gaps = (current - rollout).abs()
-    sums[CLIPPED] = losses.is_clipped(current, old, **bounds).sum()
+    of_ratio = _ratio_gaps(current, old, prepared, a.loss, complete)
+    sums[CLIPPED] = losses.is_clipped(of_ratio, torch.zeros_like(of_ratio), **bounds).sum()
     sums[KL] = divergences.kl_estimate(current, rollout).sum()
     sums[GAP] = gaps.sum()
     return loss, gaps.max().double()
+
+
+def _ratio_gaps(
+    current: Tensor, old: Tensor, prepared: Prepared, loss: str, complete: segments.Complete | None
+) -> Tensor:
+    """Return the logarithm of the ratio that a loss takes of each token: its own, or with gspo that of its sequence."""
+    gaps = current - old
+    return segments.sequence_means(gaps, prepared.lengths, complete) if loss == "gspo" else gaps
 
 
 def _token_losses(
@@ -115,7 +124,7 @@ def _token_losses(
             dual_clip = settings.algorithm.dual_clip
             return losses.policy_loss(logprobs, old, advantages, dual_clip=dual_clip, **bounds)
         case "gspo":
-            gaps = segments.sequence_means(logprobs.detach() - old, prepared.lengths, complete)
+            gaps = _ratio_gaps(logprobs.detach(), old, prepared, name, complete)
             return losses.gspo_loss(logprobs, gaps, advantages, **bounds)
         case "cispo":
             return losses.cispo_loss(logprobs, old, advantages, **bounds)
