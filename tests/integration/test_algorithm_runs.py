@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import closing, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,7 @@ OTHERS: list[dict[str, Any]] = [
     {"advantage": "rloo", "loss": "cispo", "aggregation": "prompt", "kl": "reward", "kl_coefficient": 0.01},
     {"advantage": "reinforce_pp_baseline", "dual_clip": 3.0, "aggregation": "constant", "overlong_buffer": 3},
     {"advantage": "reward", "loss": "tests.integration.test_algorithms:squared_gap"},
+    {"advantage": "none", "teacher": "model"},
 ]
 
 
@@ -140,8 +142,10 @@ def test_a_run_of_another_algorithm_is_trained_by_planned_weights_and_replays_bi
 @pytest.mark.long
 @pytest.mark.parametrize("algorithm", OTHERS, ids=lambda a: a["advantage"])
 def test_runs_of_further_algorithms_replay_bit_equal(
-    make_run: Callable[..., Run], algorithm: dict[str, Any]
+    make_run: Callable[..., Run], tiny_model: Path, algorithm: dict[str, Any]
 ) -> None:
+    if "teacher" in algorithm:
+        algorithm = {**algorithm, "teacher": str(tiny_model)}
     run = make_run(steps=2, sections={"algorithm": algorithm})
     for step in run_and_replay(run):
         assert step["loss"] is not None

@@ -188,7 +188,7 @@ class TrainerLoop:
 
     def _train(self, trainer: MegatronTrainer, resumption: Resumption) -> None:
         committed = resumption.step
-        watch = Watch(self._session, trainer)
+        watch = Watch(self._session, trainer, after_step=committed)
         for step in range(committed + 1, self._config.total_steps + 1):
             batch = self._next_batch(step)
             if batch is None:

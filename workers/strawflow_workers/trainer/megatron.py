@@ -108,7 +108,7 @@ class MegatronTrainer:
         a = settings.algorithm
         reference = a.reference or str(self._hf_dir) if a.needs_reference else ""
         return Models(
-            self.logprobs,
+            functools.partial(self.logprobs, every_token=False),
             self._frozen_model("reference", reference),
             self._frozen_model("teacher", a.teacher),
         )

@@ -31,14 +31,15 @@ Rows = Sequence[tuple[MicroBatchPlace, pa.RecordBatch]]
 class Watch:
     """That of one trainer session."""
 
-    def __init__(self, session: WorkerSession, trainer: MegatronTrainer) -> None:
+    def __init__(self, session: WorkerSession, trainer: MegatronTrainer, *, after_step: int = 0) -> None:
         self._session, self._trainer = session, trainer
         config = session.run.config
         self._guard = config.guard
         self._bounds = guard.bounds_of(config.guard, trainer.dtype)
         self._is_compared = config.guard.agreement != "off" and config.rollout.engine != "fake"
-        self.recorded: dict[int, dict[str, Any]] = {s["step"]: s for s in history.steps(session.run)}
-        """Metrics of the steps that were trained before, by step."""
+        steps = history.steps(session.run)
+        self.recorded: dict[int, dict[str, Any]] = {s["step"]: s for s in steps if s["step"] > after_step}
+        """Metrics of the steps after `after_step` that were trained before, by step."""
 
     def before(self, batch: Batch, rows: Rows, mini_batches: Sequence[MiniBatch]) -> None:
         """Look at the first micro-batch before anything of the batch is trained, where the run stops for a disagreement.
