@@ -74,6 +74,22 @@ def run_and_replay(run: Run) -> list[dict[str, Any]]:
     return history.steps(run)
 
 
+def the_trainer_weighs_tokens_as_planned(run: Run, step: int) -> None:
+    batch = consume.batch_of_step(run, step)
+    assert batch is not None
+    with closing(PackReader(run.root)) as reader:
+        stored = list(consume.read_batch(run, reader, batch))
+    packed = [m for mini in to_mini_batches(batch, stored) for m in mini.micro_batches]
+    for (_, rows), micro in zip(stored, packed, strict=True):
+        weights = [w or 1.0 for w in rows.column("loss_weight").to_pylist()]
+        expected = [
+            np.array(m) * w for m, w in zip(rows.column("loss_mask").to_pylist(), weights, strict=True)
+        ]
+        np.testing.assert_allclose(micro.loss_mask, np.concatenate(expected), rtol=1e-6)
+    total = sum(float(m.loss_mask.sum()) for m in packed)
+    assert total == pytest.approx(batch.num_sequences, rel=1e-5)
+
+
 def the_disagreement_of_a_real_engine_would_be_told(run: Run) -> None:
     """The log-probabilities of the fake engine are wrong: take them for those of a real one."""
 
@@ -130,6 +146,7 @@ def test_a_run_of_another_algorithm_is_trained_by_planned_weights_and_replays_bi
         assert batch is not None
         assert {np.float32(1 / sum(r["loss_mask"])) for r in rows} == {r["loss_weight"] or 1 for r in rows}
         assert sum(batch.denominators) == len(rows) == batch.num_sequences
+        the_trainer_weighs_tokens_as_planned(run, step["step"])
         assert step["left_out"] == []
         assert step["entropy"] > 0
         assert step["reference_kl"] is not None

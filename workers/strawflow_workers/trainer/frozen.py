@@ -1,7 +1,7 @@
 """Models that are never trained: a reference to stay near, a teacher to learn from. They tell log-probabilities, and no more.
 
 1. Weights come from a Hugging Face folder and never change; nothing of them is in a checkpoint of the run.
-2. Each is whole on its rank, as the trained model is without tensor or pipeline parallelism.
+2. Each has the tensor parallelism of the trained model; where that is cut into pipeline stages, they are refused.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from strawflow_workers.trainer import device, forward
 from strawflow_workers.trainer.batches import PackedMicroBatch
 from strawflow_workers.trainer.model import build_model, load_weights, read_hf_config
 
+with device.importing_megatron():
+    from megatron.core import parallel_state
+
 
 class FrozenModel:
     """One of them. The process group must be there, and the caller on the trainer's device."""
@@ -26,8 +29,14 @@ class FrozenModel:
         """Load the model.
 
         Raises:
-            ConfigError: its vocabulary is not that of the trained model. Others as of MegatronTrainer.
+            ConfigError: its vocabulary is not that of the trained model, or that has pipeline stages. Others as of
+            MegatronTrainer.
         """
+        if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+            raise ConfigError(
+                f"{setting}: a frozen model beside the trained one is not cut into pipeline stages yet; train without pipeline "
+                "parallelism, or without it"
+            )
         config: dict[str, Any] = read_hf_config(hf_dir)
         if int(config["vocab_size"]) != vocab_size:
             raise ConfigError(
