@@ -16,7 +16,9 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from strawflow import sampling
+from strawflow import config_algorithm, sampling
+from strawflow.config_algorithm import AlgorithmSection
+from strawflow.config_guard import GuardSection
 from strawflow.config_parallel import ParallelSection
 from strawflow.dotted_path import checked_path
 from strawflow.errors import ConfigError
@@ -32,7 +34,7 @@ from strawflow.prompt_sets import PromptSet, read_prompt_sets, refuse_wrong_sets
 from strawflow.reward_names import is_address, parse_reward
 from strawflow.sampling import EvalProfile
 from strawflow.sampling import SamplingProfile as SamplingProfile
-from strawflow.section import Section
+from strawflow.section import Section as Section
 from strawflow.topology import Topology, checked_topology, read_topology
 
 ENV_PREFIX = "STRAWFLOW_"
@@ -225,7 +227,6 @@ class AssembleSection(Section):
     mini_batches: int = Field(default=2, ge=1)
     """Optimizer updates per step."""
     max_tokens_per_micro_batch: int = Field(default=16384, ge=1)
-    advantage: Literal["grpo", "dr_grpo"] = "grpo"
     failed_member: Literal["exclude", "drop-group"] = "exclude"
     """What a failed member does to its group: leave it out while enough remain, or drop the group."""
     stale: Literal["requeue", "drop", "mask", "train"] = "requeue"
@@ -316,11 +317,18 @@ class RunConfig(Section):
     warm_start: WarmStartSection = WarmStartSection()
     rollout: RolloutSection = RolloutSection()
     assemble: AssembleSection = AssembleSection()
+    algorithm: AlgorithmSection = AlgorithmSection()
     trainer: TrainerSection = TrainerSection()
     parallel: ParallelSection = ParallelSection()
+    guard: GuardSection = GuardSection()
     eval: EvalSection = EvalSection()
     lease: LeaseSection = LeaseSection()
     storage: StorageSection = StorageSection()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _knows_earlier_names(cls, tree: Any) -> Any:
+        return config_algorithm.moved(tree) if isinstance(tree, Mapping) else tree
 
     @model_validator(mode="after")
     def _has_sound_prompt_sets(self) -> RunConfig:
@@ -387,7 +395,8 @@ def load_config(
             _refuse_misspelt(variable, by_variable)
     for name, text in (flags or {}).items():
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
+            later = config_algorithm.LATER_NAMES.get(name)
+            near = [later] if later else difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean --{near[0]}?" if near else ""
             raise ConfigError(f"unknown setting --{name}{hint}")
         given_by[name] = f"--{name}"
@@ -509,6 +518,19 @@ def refuse_deadlocks(config: RunConfig) -> None:
             f"rollout.min_response_tokens {r.min_response_tokens} > rollout.max_response_tokens {r.max_response_tokens}: no "
             "response could ever end"
         )
+
+
+def refuse_senseless(config: RunConfig) -> None:
+    """Raise ConfigError for settings of the algorithm that contradict each other, or need what the run does not have."""
+    a = config.algorithm
+    config_algorithm.refuse_senseless(
+        a, clip_low=config.trainer.clip_low, mini_batches=config.assemble.mini_batches
+    )
+    for name, folder in (("reference", a.reference), ("teacher", a.teacher)):
+        if folder and not (Path(folder) / "config.json").exists():
+            raise ConfigError(
+                f"algorithm.{name}: {folder} is no Hugging Face checkpoint folder: it has no config.json"
+            )
 
 
 def to_json(config: RunConfig) -> str:

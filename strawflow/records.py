@@ -130,7 +130,7 @@ JOURNAL = _schema(
 
 BATCH = _schema(
     "batch",
-    2,
+    3,
     [
         # One row is one packed sequence: the list offsets of a message are the sequence boundaries and the list
         # values are the packed arrays, aligned to tokens (prompt + response); prompt places hold 0.
@@ -154,6 +154,8 @@ BATCH = _schema(
         _required("temperature", pa.float32()),
         _required("reward", pa.float64()),
         pa.field("tensors", TENSORS),  # since version 2
+        # Since version 3. What each trained token of the row weighs in the loss, before its denominator; null: 1.
+        pa.field("loss_weight", pa.float32()),
     ],
 )
 
@@ -291,7 +293,10 @@ EARLIER: dict[str, tuple[pa.Schema, ...]] = {
     "prompt": (_earlier(PROMPT, 1, without=("images",)),),
     "trajectory": (_first_version(TRAJECTORY), _earlier(TRAJECTORY, 2, without=("tensors",))),
     "continuation": (_first_version(CONTINUATION), _earlier(CONTINUATION, 2, without=("tensors",))),
-    "batch": (_earlier(BATCH, 1, without=("tensors",)),),
+    "batch": (
+        _earlier(BATCH, 1, without=("tensors", "loss_weight")),
+        _earlier(BATCH, 2, without=("loss_weight",)),
+    ),
     "history": (_earlier(HISTORY, 1, without=_OF_HISTORY_2),),
 }
 """Earlier versions that are read as they lie, and given the columns that they lack as nulls (`as_present`)."""

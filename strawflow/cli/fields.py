@@ -3,7 +3,7 @@
 1. `--section.field VALUE` and `--section.field=VALUE` are taken from anywhere on the line, before typer sees it. A field
    whose name no other section has may be given without its section, with `-` or `_`: `--max-staleness 2`.
 2. Names are checked by config.load_config alone, so that flag, variable and file give the same hint.
-3. Help is read from the source of strawflow/config.py: defaults, limits and the docstring under each field.
+3. Help is read from the source of strawflow/config.py and of the modules of single sections: defaults, limits and the docstring under each field.
 """
 
 from __future__ import annotations
@@ -111,7 +111,12 @@ class FieldHelp:
 @cache
 def field_helps() -> tuple[FieldHelp, ...]:
     """Return every field in the order of the configuration tree."""
-    classes = {node.name: node for node in _config_source().body if isinstance(node, ast.ClassDef)}
+    classes = {
+        node.name: node
+        for module in _SOURCES
+        for node in _source(module).body
+        if isinstance(node, ast.ClassDef)
+    }
     helps = []
     for section_name, section_type, _ in _attributes(classes["RunConfig"]):
         for name, field_type, doc in _attributes(classes[ast.unparse(section_type.annotation)]):
@@ -121,11 +126,15 @@ def field_helps() -> tuple[FieldHelp, ...]:
     return tuple(helps)
 
 
-def _config_source() -> ast.Module:
+_SOURCES = ("strawflow.config", "strawflow.config_algorithm", "strawflow.config_guard")
+"""Modules whose classes are the sections."""
+
+
+def _source(module: str) -> ast.Module:
     # The source is parsed, not imported: pydantic takes longer to load than --help may take.
-    spec = importlib.util.find_spec("strawflow.config")
+    spec = importlib.util.find_spec(module)
     if spec is None or spec.origin is None:
-        raise ConfigError("strawflow.config is not installed; install strawflow again")
+        raise ConfigError(f"{module} is not installed; install strawflow again")
     return ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
 
 

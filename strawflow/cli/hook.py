@@ -34,6 +34,9 @@ def check(
             "log",
             "curriculum",
             "data_source",
+            "advantage",
+            "reducer",
+            "loss",
         ]
         | None,
         typer.Option(help="What it is; left out, its parameters tell."),

@@ -89,7 +89,7 @@ def create(
     """Create a run: its folder, its index, its configuration. Takes every field as --section.field VALUE."""
     from strawflow.cli import output
     from strawflow.cli.worker import check_engine_flags
-    from strawflow.config import load_config, refuse_deadlocks, with_found_model
+    from strawflow.config import load_config, refuse_deadlocks, refuse_senseless, with_found_model
     from strawflow.errors import InvalidInputError
     from strawflow.flow.run import create_run
 
@@ -114,6 +114,7 @@ def create(
         raise InvalidInputError("name the run to create: strawflow run create RUN")
     resolved = with_found_model(load_config(config, flags=ctx.meta[_FLAGS], environ=os.environ))
     refuse_deadlocks(resolved)
+    refuse_senseless(resolved)
     check_engine_flags(resolved, given=ctx.meta[_OF_ENGINE])
     made = create_run(run_folder(run), resolved, fresh=fresh)
     steps = next_steps(run, resolved)

@@ -176,6 +176,9 @@ def _alarms(s: RunStatus) -> list[tuple[str, str]]:
                 f"{len(quarantined)} of {len(s.wanted_engines)} in quarantine, granted nothing: {told}{helps}",
             )
         )
+    if s.last_metrics is not None and s.last_metrics.get("disagreement"):
+        step, told = s.last_metrics["step"], s.last_metrics["disagreement"]
+        found.append(("AGREEMENT", f"engine and trainer differ at step {step}: {told}"))
     if s.num_quarantined:
         held = counted(s.num_quarantined, "damaged extent")
         found.append(("QUARANTINE", f"{held}; `strawflow index quarantine {s.root}` tells what they held"))

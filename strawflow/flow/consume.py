@@ -182,6 +182,12 @@ def record_step(session: WorkerSession, role: Role, *, step: int, metrics: dict[
         )
 
 
+def tell(session: WorkerSession, name: str, **facts: Any) -> None:
+    """Record an event of the trainer."""
+    with session.run.index.begin() as connection:
+        events.record(connection, name, session_id=session.session_id, **facts)
+
+
 def _checkpoint_id(role: Role, step: int) -> str:
     return checkpoint_id(role.branch_id, role.role.partition(":")[2], fence=role.fence, step=step)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from strawflow.config import refuse_deadlocks
+from strawflow.config import refuse_deadlocks, refuse_senseless
+from strawflow.config_algorithm import refuse_single_samples
 from strawflow.errors import ConfigError
 from strawflow.flow.admit import DEMONSTRATIONS
 from strawflow.flow.run import Run
@@ -16,6 +17,10 @@ def require(run: Run) -> None:
         ConfigError: names what is missing and the command that brings it, or shows the arithmetic.
     """
     refuse_deadlocks(run.config)
+    refuse_senseless(run.config)
+    assemble = run.config.assemble
+    if not (assemble.post_process or assemble.convert):  # these may give advantages of their own
+        refuse_single_samples(run.config.algorithm, samples_per_prompt=run.config.rollout.samples_per_prompt)
     needed = [DEMONSTRATIONS] if run.config.warm_start.steps else []
     # One without weight may be given some by a curriculum; what it is then drawn from is looked at then.
     needed += [one.name for one in run.config.prompt_sets() if one.weight > 0 and not one.source]

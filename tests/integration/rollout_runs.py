@@ -42,10 +42,11 @@ def make_run(
     rows: Sequence[dict[str, Any]] = (),
     storage: dict[str, Any] | None = None,
     data: dict[str, Any] | None = None,
+    sections: dict[str, Any] | None = None,
     **rollout: Any,
 ) -> Run:
     """Create a run in `folder` with prompts for `steps` steps of `NUM_UNITS` groups (or `prompts`, or these `rows`), and so many of
-    each evaluated dataset."""
+    each evaluated dataset; `sections` are further ones of the configuration."""
     config = RunConfig.model_validate(
         {
             "run": {"durability": "process"},
@@ -66,6 +67,7 @@ def make_run(
             "data": data or {},
             "eval": evaluate or {},
             "trainer": {"steps": steps},
+            **(sections or {}),
         }
     )
     run = create_run(folder / "run", config)

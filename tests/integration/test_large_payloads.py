@@ -11,7 +11,8 @@ from strawflow.flow import assemble, complete, consume
 from strawflow.flow.trajectory import Member, UnitResult
 from strawflow.testing.invariants import check_exactly_once
 from strawflow.testing.runs import small_run
-from strawflow_workers.assemble.packing import Group, build_batch
+from strawflow_workers.assemble.groups import Group
+from strawflow_workers.assemble.packing import build_batch
 from strawflow_workers.trainer.loop import to_mini_batches
 
 

@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 
 from strawflow.config import RunConfig
+from strawflow.errors import ConfigError
 from strawflow.index.units import Unit
 from strawflow.states import UnitState
-from strawflow_workers.assemble.packing import Group, build_batch, is_usable, min_group_size
+from strawflow_workers.assemble.groups import Group, is_usable, min_group_size
+from strawflow_workers.assemble.packing import build_batch
+from strawflow_workers.rollout.hooks.load_algorithm import AlgorithmHooks, checked_advantage
 
 
 def unit(unit_id: int) -> Unit:
@@ -51,6 +54,7 @@ def row(unit_id: int, member: int, *, reward: float | None, num_tokens: int = 3)
         "segment": 0,
         "status": "failed" if failed else "finished",
         "failure": "reward: ValueError" if failed else None,
+        "score": reward,
         "prompt_tokens": [10, 11],
         "response_tokens": [100 + unit_id, 20 + member, *range(num_tokens - 2)],
         "loss_mask": [1] * num_tokens,
@@ -237,3 +241,121 @@ def test_a_segment_without_a_token_to_train_is_filtered_with_its_reason() -> Non
     group.rows[2]["loss_mask"] = [0, 0, 0]
     rows = build([group], mini_batches=1).plan.to_pylist()
     assert [(r["outcome"], r["reason"]) for r in rows] == [("trained", None)] * 2 + [("filtered", "masked")]
+
+
+def with_algorithm(groups: list[Group], hooks: AlgorithmHooks | None = None, **algorithm: Any) -> Any:
+    run = RunConfig.model_validate(
+        {"algorithm": algorithm, "assemble": {"mini_batches": 1}, "rollout": {"max_response_tokens": 8}}
+    )
+    return build_batch(groups, step=5, objective="grpo", version_steps={"v4": 4}, config=run, hooks=hooks)
+
+
+def advantages_of(plan: Any) -> dict[tuple[int, int], float]:
+    return {(r["unit_id"], r["member"]): r["advantage"] for r in plan.plan.to_pylist()}
+
+
+@pytest.mark.parametrize(
+    ("name", "expected", "is_equal_group_kept"),
+    [
+        ("grpo", [0.75 / 0.5001, -0.25 / 0.5001], False),
+        ("dr_grpo", [0.75, -0.25], False),
+        ("rloo", [1.0, -1 / 3], False),
+        ("reinforce_pp", [(1 - 0.625) / 0.234375**0.5, -0.625 / 0.234375**0.5], True),
+        ("reinforce_pp_baseline", [0.75 / 0.1875**0.5, -0.25 / 0.1875**0.5], False),
+        ("reward", [1.0, 0.0], True),
+    ],
+)
+def test_the_configured_estimator_makes_the_advantages(
+    name: str, expected: list[float], is_equal_group_kept: bool
+) -> None:
+    # All rollouts have as many tokens. Over the batch: 5 of 8 rewards are 1, variance 15/64.
+    groups = [group(1, [1.0, 0.0, 0.0, 0.0]), group(2, [1.0, 1.0, 1.0, 1.0])]
+    plan = with_algorithm(groups, advantage=name)
+    found = advantages_of(plan)
+    assert [found[1, 0], found[1, 1]] == pytest.approx(expected, rel=1e-5)
+    assert {a.unit_id: a.outcome for a in plan.assignments} == {
+        1: "trained",
+        2: "trained" if is_equal_group_kept else "dropped",
+    }
+
+
+def test_a_group_with_fewer_members_is_normalised_with_the_others() -> None:
+    groups = [group(1, [1.0, None]), group(2, [0.0]), group(3, [1.0, 0.0, 1.0])]
+    found = advantages_of(with_algorithm(groups, advantage="reinforce_pp"))
+    # valid: 1 | 0 | 1 0 1, mean 0.6, variance 0.24
+    high, low = 0.4 / 0.24**0.5, -0.6 / 0.24**0.5
+    assert found == {
+        (1, 0): pytest.approx(high),
+        (1, 1): None,
+        (2, 0): pytest.approx(low),
+        (3, 0): pytest.approx(high),
+        (3, 1): pytest.approx(low),
+        (3, 2): pytest.approx(high),
+    }
+
+
+def weights_of(plan: Any) -> dict[tuple[int, int, int], float | None]:
+    return {
+        (r["unit_id"], r["member"], r["segment"]): r["loss_weight"]
+        for m in plan.micro_batches
+        for r in m.rows.to_pylist()
+    }
+
+
+def test_segments_of_a_rollout_share_the_weight_of_their_rollout() -> None:
+    # trained tokens: member 0 has 3, member 1 has 3 + 2 + 2, member 2 has 3 + 2
+    group = of_segments(1, [1.0, 0.0, 0.5], [1, 3, 2])
+    plan = with_algorithm([group], aggregation="rollout")
+    assert plan.denominators == (3.0,)
+    assert weights_of(plan) == {
+        (1, 0, 0): pytest.approx(1 / 3),
+        **{(1, 1, segment): pytest.approx(1 / 7) for segment in range(3)},
+        **{(1, 2, segment): pytest.approx(1 / 5) for segment in range(2)},
+    }
+    by_prompt = with_algorithm([group], aggregation="prompt")
+    assert set(weights_of(by_prompt).values()) == {np.float32(1 / 15)}
+    assert by_prompt.denominators == (pytest.approx(1.0),)
+    assert set(weights_of(with_algorithm([group], aggregation="constant")).values()) == {1 / 8}
+
+
+def test_by_token_no_weight_is_stored() -> None:
+    plan = with_algorithm([group(1, [1.0, 0.0])])
+    assert set(weights_of(plan).values()) == {None}
+    assert plan.denominators == (6.0,)
+
+
+def test_a_long_response_loses_reward_for_its_advantage_and_keeps_the_stored_one() -> None:
+    rows = [row(1, 0, reward=1.0, num_tokens=2), row(1, 1, reward=1.0, num_tokens=8)]
+    plan = with_algorithm(
+        [Group(unit(1), rows)], advantage="dr_grpo", overlong_buffer=4, overlong_penalty=0.5
+    )
+    # 8 of at most 8 tokens: 1 - 0.5; mean 0.75
+    assert advantages_of(plan) == {(1, 0): pytest.approx(0.25), (1, 1): pytest.approx(-0.25)}
+    assert {r["reward"] for m in plan.micro_batches for r in m.rows.to_pylist()} == {1.0}
+    assert plan.mean_reward == 1.0
+
+
+def test_a_truncated_response_is_not_trained_and_counts_in_the_baseline() -> None:
+    rows = [row(1, 0, reward=1.0), {**row(1, 1, reward=0.0), "status": "truncated"}, row(1, 2, reward=0.5)]
+    plan = with_algorithm([Group(unit(1), rows)], advantage="dr_grpo", mask_truncated=True)
+    fates = {r["member"]: (r["outcome"], r["reason"]) for r in plan.plan.to_pylist()}
+    assert fates == {0: ("trained", None), 1: ("filtered", "truncated"), 2: ("trained", None)}
+    assert advantages_of(plan)[1, 0] == 0.5
+    assert (plan.denominators, plan.num_masked_tokens) == ((6.0,), 0)
+
+
+def test_a_hook_makes_advantages_of_all_groups_of_the_step_at_once() -> None:
+    def ranks(groups: Any) -> list[list[float]]:
+        rewards = sorted(r for g in groups for r in g.rewards)
+        return [[float(rewards.index(r)) for r in g.rewards] for g in groups]
+
+    groups = [group(1, [0.25, None]), group(2, [0.5, 0.0])]
+    hooks = AlgorithmHooks(advantage=checked_advantage(ranks))
+    plan = with_algorithm(groups, hooks, advantage="mine:ranks")
+    found = advantages_of(plan)
+    assert found == {(1, 0): 1.0, (1, 1): None, (2, 0): 2.0, (2, 1): 0.0}
+    broken = AlgorithmHooks(advantage=checked_advantage(lambda groups: [[1.0]] * len(groups)))
+    with pytest.raises(
+        ConfigError, match=r"algorithm.advantage: ValueError: unit 2: advantages of shape \(1,\) for 2"
+    ):
+        with_algorithm(groups, broken, advantage="mine:broken")

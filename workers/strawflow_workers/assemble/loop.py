@@ -20,11 +20,13 @@ from strawflow.flow.assemble import UNIT_FAILED, Lineage
 from strawflow.flow.session import WorkerSession
 from strawflow.index.consumers import Assignment, Role
 from strawflow.index.units import Unit
-from strawflow_workers.assemble.packing import FAILED_MEMBERS, STALE, Group, build_batch, is_usable, rows_of
+from strawflow_workers.assemble.groups import Group, is_usable, rows_of
+from strawflow_workers.assemble.packing import FAILED_MEMBERS, STALE, build_batch
 from strawflow_workers.drain import Drain
 from strawflow_workers.rollout.hooks.converted import GroupShaper
 from strawflow_workers.rollout.hooks.filtered import judge_group
 from strawflow_workers.rollout.hooks.load import load_group_filter, load_log, load_shaper
+from strawflow_workers.rollout.hooks.load_algorithm import load_algorithm_hooks
 from strawflow_workers.rollout.hooks.logged import tell_batch
 
 log = logging.getLogger(__name__)
@@ -41,6 +43,7 @@ class AssemblerLoop:
         self._group_filter = load_group_filter(self._config)
         self._log_hook = load_log(self._config)
         self._shaper = load_shaper(self._config)
+        self._algorithm_hooks = load_algorithm_hooks(self._config)
         self._passed: set[tuple[int, int]] = set()
         self._read: dict[tuple[int, int], Group] = {}
 
@@ -104,6 +107,7 @@ class AssemblerLoop:
             objective="sft" if is_warm_start else "grpo",
             version_steps=self._version_steps,
             config=self._config,
+            hooks=self._algorithm_hooks,
         )
         batch = assemble.plan_batch(self._session, role, plan)
         if self._log_hook is not None:

@@ -6,19 +6,18 @@
 2. Members of a group without signal (equal rewards) have advantage 0 and are left out of the packed rows; the group is
    recorded as dropped with the reason `zero_deviation`.
    Post-processing and conversion by the user's hooks come first: their rewards count here, and their advantages replace ours.
+   Which estimator makes advantages is the part of `scoring`, what a token weighs that of `weighing`.
 3. With the policy `mask`, tokens of weights staler than the limit are not trained; the rewards of their members count in
-   baseline and deviation all the same. A sequence without a token left is filtered with the reason `stale`.
+   baseline and deviation all the same. A sequence without a token left is filtered with the reason `stale`. With
+   `algorithm.mask_truncated` so it is with sequences that were cut off at the longest length.
 4. The order of sequences is a permutation keyed by (seed, step); denominators are counted here once and stored, so a
    replay on another parallelism has the same loss.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import groupby
-from operator import itemgetter
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -27,29 +26,20 @@ import pyarrow as pa
 
 from strawflow.config import RunConfig
 from strawflow.flow.assemble import BatchPlan, PackedMicroBatch
-from strawflow.flow.payload import arrays_of, tensor_column
+from strawflow.flow.payload import tensor_column
 from strawflow.flow.trajectory import NOT_SAMPLED
 from strawflow.index.consumers import Assignment
 from strawflow.index.units import Unit
 from strawflow.records import BATCH, PLAN
-from strawflow_workers.rollout.hooks.converted import Shaped
-from strawflow_workers.trainer.advantages import grpo_advantages
+from strawflow_workers.assemble.groups import Group
+from strawflow_workers.assemble.scoring import CONVERSION, score
+from strawflow_workers.assemble.weighing import Reduction, RolloutSize, weigh
+from strawflow_workers.rollout.hooks.load_algorithm import AlgorithmHooks
 
 FAILED_MEMBERS = "failed_members"
-ZERO_DEVIATION = "zero_deviation"
 STALE = "stale"
-CONVERSION = "conversion"
+TRUNCATED = "truncated"
 """Why a group is sampled afresh or dropped, or a sequence filtered."""
-
-Row = dict[str, Any]
-"""A stored trajectory: one segment of a member; its `tensors` are arrays by name, or None."""
-
-
-def rows_of(stored: pa.RecordBatch) -> list[Row]:
-    """Return the stored trajectories of one unit as rows."""
-    tensors = arrays_of(stored.column("tensors"))
-    rows = stored.drop_columns(["tensors"]).to_pylist()
-    return [{**row, "tensors": of_row} for row, of_row in zip(rows, tensors, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -63,6 +53,8 @@ class PackedSequence:
     version_steps: npt.NDArray[np.int32]
     mask: npt.NDArray[np.int8]
     """1 = trained, for each response token."""
+    weight: float = 1.0
+    """Of each trained token in the loss."""
 
     @property
     def num_tokens(self) -> int:
@@ -73,94 +65,48 @@ class PackedSequence:
         return int(self.mask.sum())
 
 
-@dataclass
-class Group:
-    """A closed group: its unit and its members' rows, member after member, segment after segment."""
-
-    unit: Unit
-    rows: list[Row]
-    advantages: npt.NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
-    """Of each member."""
-    shaped: Shaped | None = None
-    """What the user's hooks made of it; None: they had no part in it. Its rows are `rows`."""
-
-    @property
-    def left_out(self) -> frozenset[tuple[int, int]]:
-        """(member, segment) of rows that are not trained."""
-        return frozenset() if self.shaped is None else self.shaped.left_out
-
-    def advantage_of(self, row: Row, of_member: float) -> float | npt.NDArray[np.float32]:
-        """Return what the tokens of a row are weighted by."""
-        own = None if self.shaped is None else self.shaped.row_advantages.get((row["member"], row["segment"]))
-        return of_member if own is None else own
-
-    @property
-    def members(self) -> list[list[Row]]:
-        """The rows of each member."""
-        return [list(rows) for _, rows in groupby(self.rows, key=itemgetter("member"))]
-
-    @property
-    def valid(self) -> npt.NDArray[np.bool_]:
-        """Whether each member finished."""
-        return np.array([first["status"] != "failed" for first, *_ in self.members], dtype=np.bool_)
-
-
-def min_group_size(num_members: int) -> int:
-    """Return how many members must remain for a group to be trained: max(2, half of them), 1 for a group of one."""
-    return 1 if num_members == 1 else max(2, math.ceil(num_members / 2))
-
-
-def is_usable(group: Group, config: RunConfig) -> bool:
-    """Tell whether enough members of a group finished."""
-    valid = group.valid
-    num_valid = int(valid.sum())
-    if config.assemble.failed_member == "drop-group" and num_valid < len(valid):
-        return False
-    return num_valid >= min_group_size(len(valid))
-
-
 def build_batch(
-    groups: Sequence[Group], *, step: int, objective: str, version_steps: Mapping[str, int], config: RunConfig
+    groups: Sequence[Group],
+    *,
+    step: int,
+    objective: str,
+    version_steps: Mapping[str, int],
+    config: RunConfig,
+    hooks: AlgorithmHooks | None = None,
 ) -> BatchPlan:
     """Compute advantages, order, mini-batches, micro-batches, denominators and plan rows of one step.
 
     `version_steps` maps the weight version ids in the rows to their steps.
     """
-    dropped = _score(groups, objective, config)
-    oldest = step - 1 - config.rollout.max_staleness if config.assemble.stale == "mask" else None
-    rollouts = [
-        [
-            _sequence(g.unit, row, g.advantage_of(row, float(advantage)), version_steps, oldest=oldest)
-            for row in rows
-            if (row["member"], row["segment"]) not in g.left_out
-        ]
-        for g in groups
-        if g.unit.unit_id not in dropped
-        for rows, advantage in zip(g.members, g.advantages, strict=True)
-        if rows[0]["status"] != "failed"
-    ]
-    num_masked = sum(sum(s.row["loss_mask"]) - s.num_trained_tokens for rollout in rollouts for s in rollout)
-    rollouts = [kept for rollout in rollouts if (kept := [s for s in rollout if s.num_trained_tokens])]
+    algorithm, hooks = config.algorithm, hooks or AlgorithmHooks()
+    masking = _Masking(
+        version_steps,
+        oldest=step - 1 - config.rollout.max_staleness if config.assemble.stale == "mask" else None,
+        without_truncated=algorithm.mask_truncated and objective != "sft",
+    )
+    dropped = score(groups, objective, config, num_trained=masking.num_trained, custom=hooks.advantage)
+    rollouts, num_masked = _rollouts(groups, dropped, masking)
     order = np.random.Generator(np.random.PCG64([config.run.seed, step])).permutation(len(rollouts))
     num_updates = 1 if objective == "sft" else config.assemble.mini_batches
     minis = [
-        [sequence for i in part for sequence in rollouts[i]]
+        [rollouts[i] for i in part]
         for part in np.array_split(order, min(num_updates, len(rollouts)) or 1)
+        if len(part)
     ]
-    minis = [mini for mini in minis if mini]
-    micro_batches: list[PackedMicroBatch] = []
-    placed: _Placed = {}
-    for mini_at, mini in enumerate(minis):
-        for micro_at, micro in enumerate(_fill(mini, config.assemble.max_tokens_per_micro_batch)):
-            rows = pack_rows(micro, step=step, mini_batch=mini_at, micro_batch=micro_at)
-            micro_batches.append(PackedMicroBatch(mini_at, 0, micro_at, rows))
-            placed.update({_key(s.row): (mini_at, micro_at) for s in micro})
+    reductions = weigh(
+        [_sizes(mini) for mini in minis],
+        "token" if objective == "sft" else algorithm.aggregation,
+        max_response_tokens=config.rollout.max_response_tokens,
+        custom=hooks.reducer,
+    )
+    max_tokens = config.assemble.max_tokens_per_micro_batch
+    micro_batches, placed = _packed(minis, reductions, step=step, max_tokens=max_tokens)
     return BatchPlan(
         step=step,
         objective=objective,
         micro_batches=micro_batches,
-        plan=_plan_rows(groups, dropped, placed, step=step, version_steps=version_steps),
-        denominators=tuple(float(sum(s.num_trained_tokens for s in mini)) for mini in minis),
+        plan=_plan_rows(groups, dropped, placed, step=step, masking=masking),
+        denominators=tuple(reduction.denominator for reduction in reductions),
         assignments=[
             Assignment(g.unit.epoch, g.unit.unit_id, "dropped", dropped[g.unit.unit_id])
             if g.unit.unit_id in dropped
@@ -184,48 +130,96 @@ def _key(row: Mapping[str, Any]) -> tuple[int, int, int]:
     return row["unit_id"], row["member"], row["segment"]
 
 
+@dataclass(frozen=True)
+class _Masking:
+    """Which tokens of a step are trained."""
+
+    version_steps: Mapping[str, int]
+    oldest: int | None
+    """Tokens of weights before this step are not; None: none is too old."""
+    without_truncated: bool
+
+    def steps_of(self, row: Mapping[str, Any]) -> npt.NDArray[np.int32]:
+        """Return the step of the weights that sampled each token, -1 where none did."""
+        steps = [self.version_steps[v] for v in row["weight_versions"]]
+        return np.array([-1 if at == NOT_SAMPLED else steps[at] for at in row["token_versions"]], np.int32)
+
+    def mask_of(self, row: Mapping[str, Any], steps: npt.NDArray[np.int32]) -> npt.NDArray[np.int8]:
+        mask = np.array(row["loss_mask"], np.int8)
+        if self.oldest is not None:
+            mask[(steps != -1) & (steps < self.oldest)] = 0
+        if self.is_cut(row):
+            mask[:] = 0
+        return mask
+
+    def is_cut(self, row: Mapping[str, Any]) -> bool:
+        return self.without_truncated and row["status"] == "truncated"
+
+    def num_trained(self, row: Mapping[str, Any]) -> int:
+        """Return how many tokens of a row are trained."""
+        return int(self.mask_of(row, self.steps_of(row)).sum())
+
+
+def _rollouts(
+    groups: Sequence[Group], dropped: Mapping[int, str], masking: _Masking
+) -> tuple[list[list[PackedSequence]], int]:
+    """Return the rollouts that are trained, each with the segments that have a trained token, and the number of stale tokens."""
+    rollouts = [
+        [
+            _sequence(g.unit, row, g.advantage_of(row, float(advantage)), masking)
+            for row in rows
+            if (row["member"], row["segment"]) not in g.left_out
+        ]
+        for g in groups
+        if g.unit.unit_id not in dropped
+        for rows, advantage in zip(g.members, g.advantages, strict=True)
+        if rows[0]["status"] != "failed"
+    ]
+    num_stale = sum(
+        sum(s.row["loss_mask"]) - s.num_trained_tokens
+        for rollout in rollouts
+        for s in rollout
+        if not masking.is_cut(s.row)
+    )
+    kept = [kept for rollout in rollouts if (kept := [s for s in rollout if s.num_trained_tokens])]
+    return kept, num_stale
+
+
 def _sequence(
-    unit: Unit,
-    row: Mapping[str, Any],
-    advantage: float | npt.NDArray[np.float32],
-    version_steps: Mapping[str, int],
-    *,
-    oldest: int | None,
+    unit: Unit, row: Mapping[str, Any], advantage: float | npt.NDArray[np.float32], masking: _Masking
 ) -> PackedSequence:
-    """Return a segment with its mask; tokens of weights before step `oldest` are masked (None: none is)."""
-    steps = _steps_of(row, version_steps)
-    mask = np.array(row["loss_mask"], np.int8)
-    if oldest is not None:
-        mask[(steps != -1) & (steps < oldest)] = 0
-    return PackedSequence(unit, row, advantage, steps, mask)
+    steps = masking.steps_of(row)
+    return PackedSequence(unit, row, advantage, steps, masking.mask_of(row, steps))
 
 
-def _score(groups: Sequence[Group], objective: str, config: RunConfig) -> dict[int, str]:
-    """Set each group's advantages; returns unit id to reason for groups without signal."""
-    dropped: dict[int, str] = {}
-    for group in groups:
-        if objective == "sft":
-            group.advantages = np.ones(len(group.members), np.float32)
-            continue
-        rewards = np.array(
-            [[0.0 if first["reward"] is None else first["reward"] for first, *_ in group.members]]
-        )
-        advantages, filtered = grpo_advantages(
-            rewards, group.valid[None, :], scale_by_deviation=config.assemble.advantage == "grpo"
-        )
-        group.advantages = advantages[0]
-        shaped = group.shaped
-        if shaped is not None and shaped.member_advantages is not None:
-            given = shaped.member_advantages
-            group.advantages = np.array(
-                [given.get(first["member"], 0.0) for first, *_ in group.members], np.float32
-            )
-        elif filtered[0] and not (shaped is not None and shaped.row_advantages):
-            dropped[group.unit.unit_id] = ZERO_DEVIATION
-        trained = {(r["member"], r["segment"]) for r in group.rows if r["status"] != "failed"}
-        if trained <= group.left_out:
-            dropped[group.unit.unit_id] = CONVERSION
-    return dropped
+def _packed(
+    minis: Sequence[Sequence[Sequence[PackedSequence]]],
+    reductions: Sequence[Reduction],
+    *,
+    step: int,
+    max_tokens: int,
+) -> tuple[list[PackedMicroBatch], _Placed]:
+    """Return the micro-batches of the mini-batches' rollouts, and where each row lies."""
+    micro_batches: list[PackedMicroBatch] = []
+    placed: _Placed = {}
+    for mini_at, (mini, reduction) in enumerate(zip(minis, reductions, strict=True)):
+        weighed = [
+            replace(sequence, weight=weight)
+            for rollout, weight in zip(mini, reduction.weights, strict=True)
+            for sequence in rollout
+        ]
+        for micro_at, micro in enumerate(_fill(weighed, max_tokens)):
+            rows = pack_rows(micro, step=step, mini_batch=mini_at, micro_batch=micro_at)
+            micro_batches.append(PackedMicroBatch(mini_at, 0, micro_at, rows))
+            placed.update({_key(s.row): (mini_at, micro_at) for s in micro})
+    return micro_batches, placed
+
+
+def _sizes(rollouts: Sequence[Sequence[PackedSequence]]) -> list[RolloutSize]:
+    return [
+        RolloutSize(r[0].unit.unit_id, r[0].row["member"], sum(s.num_trained_tokens for s in r))
+        for r in rollouts
+    ]
 
 
 def _fill(sequences: Sequence[PackedSequence], max_tokens: int) -> list[list[PackedSequence]]:
@@ -284,15 +278,11 @@ def pack_rows(
         "prompt_length": np.array([len(s.row["prompt_tokens"]) for s in sequences], np.int32),
         "temperature": np.array([s.row["temperature"] for s in sequences], np.float32),
         "reward": np.array([s.row["reward"] for s in sequences], np.float64),
+        "loss_weight": pa.array([None if s.weight == 1.0 else s.weight for s in sequences], pa.float32()),
         "tensors": tensor_column([[s.row.get("tensors") for s in sequences]], BATCH.field("tensors").type),
     }
     arrays = [c if isinstance(c := columns[f.name], pa.Array) else pa.array(c).cast(f.type) for f in BATCH]
     return pa.RecordBatch.from_arrays(arrays, schema=BATCH)
-
-
-def _steps_of(row: Mapping[str, Any], version_steps: Mapping[str, int]) -> npt.NDArray[np.int32]:
-    steps = [version_steps[v] for v in row["weight_versions"]]
-    return np.array([-1 if at == NOT_SAMPLED else steps[at] for at in row["token_versions"]], np.int32)
 
 
 def _staleness(row: Mapping[str, Any], version_steps: Mapping[str, int], step: int) -> int:
@@ -314,11 +304,13 @@ def _shown(advantage: float | npt.NDArray[np.float32], mask: Sequence[int]) -> f
     return float(trained.mean()) if len(trained) else 0.0
 
 
-def _why_filtered(row: Mapping[str, Any], left_out: frozenset[tuple[int, int]]) -> str:
+def _why_filtered(row: Mapping[str, Any], left_out: frozenset[tuple[int, int]], masking: _Masking) -> str:
     if (row["member"], row["segment"]) in left_out:
         return CONVERSION
     if not row["response_tokens"]:
         return "empty_response"
+    if masking.is_cut(row):
+        return TRUNCATED
     return STALE if any(row["loss_mask"]) else "masked"
 
 
@@ -328,7 +320,7 @@ def _plan_rows(
     placed: _Placed,
     *,
     step: int,
-    version_steps: Mapping[str, int],
+    masking: _Masking,
 ) -> pa.RecordBatch:
     rows = []
     for group in groups:
@@ -348,11 +340,11 @@ def _plan_rows(
                     "outcome": "excluded" if excluded else "trained" if place else "filtered",
                     "reason": row["failure"]
                     if excluded
-                    else reason or (None if place else _why_filtered(row, group.left_out)),
+                    else reason or (None if place else _why_filtered(row, group.left_out, masking)),
                     "advantage": None
                     if excluded
                     else _shown(group.advantage_of(row, float(advantage)), row["loss_mask"]),
-                    "staleness": _staleness(row, version_steps, step),
+                    "staleness": _staleness(row, masking.version_steps, step),
                     "num_tokens": len(row["prompt_tokens"]) + len(row["response_tokens"]),
                     "mini_batch": place[0] if place else None,
                     "slice": 0 if place else None,

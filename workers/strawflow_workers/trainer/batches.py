@@ -5,17 +5,18 @@
 2. Parallel arrays have equal length, and whatever is trained is finite; a value that breaks this is refused
    when it is made.
 3. The denominator of an update is given, never counted here: it was planned and stored with the batch.
-4. Importing this module imports numpy only.
+4. Importing this module imports numpy and the configuration only.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from strawflow.config_algorithm import AlgorithmSection
 from strawflow.errors import InvalidInputError
 
 Objective = Literal["sft", "grpo"]
@@ -37,6 +38,11 @@ class PackedMicroBatch:
     """[T]: log-probability under the forward pass that sampled the token, at the row's temperature."""
     temperatures: npt.NDArray[np.float32]
     """[S]: sampling temperature of each sequence."""
+    old_logprobs: npt.NDArray[np.float32] | None = None
+    """[T]: what ratios are taken against, computed by the trainer before the step. None: the rollout's, or, where the
+    settings ask for recomputed ones, those of the very forward pass that is trained."""
+    reference_logprobs: npt.NDArray[np.float32] | None = None
+    """[T]: under the reference model; None where nothing asks for it."""
 
     def __post_init__(self) -> None:
         _check_shapes(self)
@@ -61,11 +67,10 @@ def _check_shapes(batch: PackedMicroBatch) -> None:
         raise InvalidInputError(f"boundaries: must run from 0 to the number of tokens ({tokens.size})")
     if (np.diff(boundaries) <= 0).any():
         raise InvalidInputError("boundaries: must rise strictly; an empty sequence cannot be packed")
-    for name in ("loss_mask", "advantages", "rollout_logprobs"):
-        if getattr(batch, name).shape != tokens.shape:
-            raise InvalidInputError(
-                f"{name}: has shape {getattr(batch, name).shape}, tokens have {tokens.shape}"
-            )
+    for name in ("loss_mask", "advantages", "rollout_logprobs", "old_logprobs", "reference_logprobs"):
+        values = getattr(batch, name)
+        if values is not None and values.shape != tokens.shape:
+            raise InvalidInputError(f"{name}: has shape {values.shape}, tokens have {tokens.shape}")
     if batch.temperatures.shape != (boundaries.size - 1,):
         raise InvalidInputError(
             f"temperatures: has shape {batch.temperatures.shape} for {boundaries.size - 1} sequences"
@@ -100,21 +105,35 @@ class TrainSettings:
     weight_decay: float = 0.0
     clip_grad: float = 1.0
     """Largest norm of the whole gradient; 0 leaves it unclipped."""
+    max_grad_norm: float = 0.0
+    """An update whose gradient norm, before clipping, is above this is not applied; 0: no bound."""
     clip_low: float = 0.2
     """grpo: the probability ratio is clipped to [1 - clip_low, 1 + clip_high]."""
     clip_high: float = 0.2
+    algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
+    """grpo: loss of a token, correction for the engine, KL and entropy."""
 
     def __post_init__(self) -> None:
         if self.objective not in ("sft", "grpo"):
             raise InvalidInputError(f"objective: must be 'sft' or 'grpo', is {self.objective!r}")
-        for name in ("lr", "weight_decay", "clip_grad", "clip_low", "clip_high", "lr_warmup_updates"):
+        for name in (
+            "lr",
+            "weight_decay",
+            "clip_grad",
+            "max_grad_norm",
+            "clip_low",
+            "clip_high",
+            "lr_warmup_updates",
+        ):
             if not (np.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
                 raise InvalidInputError(f"{name}: must be finite and not negative, is {getattr(self, name)}")
         object.__setattr__(self, "betas", tuple(self.betas))  # a list after a round trip through JSON
+        object.__setattr__(self, "algorithm", AlgorithmSection.model_validate(self.algorithm))
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as JSON-able values; `TrainSettings(**fields)` undoes it."""
-        return {**asdict(self), "betas": list(self.betas)}
+        algorithm = self.algorithm.model_dump(mode="json")
+        return {**asdict(self), "betas": list(self.betas), "algorithm": algorithm}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,11 +155,19 @@ class StepMetrics:
     logprob_gap_mean: float | None
     """Mean |trainer - rollout| log-probability over the first mini-batch, before its update."""
     logprob_gap_max: float | None
+    entropy: float | None = None
+    """Mean entropy per trained token in nats, where the settings ask for it."""
+    reference_kl: float | None = None
+    """Mean estimate of KL(trained policy || reference) per trained token, where it is in the loss."""
+    corrected_fraction: float | None = None
+    """Share of trained tokens whose correction for the engine was cut off or masked."""
     lr: float
     """Learning rate of the last update."""
     skipped_updates: int
-    """Mini-batches left out because their loss or gradient was not finite; weights and optimizer did not move
-    for them."""
+    """Mini-batches left out because their loss or gradient was not finite or too large; weights and optimizer
+    did not move for them."""
+    left_out: tuple[int, ...] = ()
+    """Which mini-batches these were, in order from 0."""
     seconds: float
 
     @property

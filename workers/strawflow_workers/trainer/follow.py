@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
+from typing import Any
 
 from strawflow.errors import IllegalTransitionError
 from strawflow.flow.run import open_run
@@ -33,10 +34,10 @@ def follow(root: Path) -> int:
     return 0
 
 
-def _do(team: Team, told: dict[str, str]) -> None:
+def _do(team: Team, told: dict[str, Any]) -> None:
     match told["verb"]:
         case "train":
-            team.train_step(int(told["step"]), digest=told["digest"])
+            team.train_step(told["step"], digest=told["digest"], left_out=told["left_out"])
         case "load":
             team.load(Path(told["path"]))
         case "save":

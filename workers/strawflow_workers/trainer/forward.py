@@ -1,11 +1,10 @@
-"""One forward pass over a packed micro-batch: what goes in, the log-probabilities that come out, the loss and
-its statistics.
+"""One forward pass over a packed micro-batch: what goes in, the log-probabilities that come out.
 
 1. The last token of a sequence predicts nothing and is not sent through the model; row j of the input
    predicts one known token.
 2. Logits are divided by the temperature of their sequence before the softmax, as when the token was sampled.
 3. Only rows whose token is trained reach the softmax, so masked entries can hold anything.
-4. It knows nothing of optimizers, checkpoints or where batches come from.
+4. It knows nothing of losses (`objective` makes them of it), optimizers, checkpoints or where batches come from.
 """
 
 from __future__ import annotations
@@ -18,17 +17,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from strawflow_workers.trainer import losses
 from strawflow_workers.trainer.attention import PackedSequences, describe
-from strawflow_workers.trainer.batches import PackedMicroBatch, TrainSettings
+from strawflow_workers.trainer.batches import PackedMicroBatch
 from strawflow_workers.trainer.context import Share, describe_shared, own_tokens
 from strawflow_workers.trainer.device import importing_megatron
 
 with importing_megatron():
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
-
-LOSS, TOKENS, CLIPPED, KL, GAP = range(5)
-"""Places in the vector of sums that `loss_and_sums` returns."""
 
 NO_TOKEN = -1e9
 """Logit of what pads the vocabulary: its probability is 0 in every type, and it is finite."""
@@ -52,6 +47,11 @@ class Prepared:
     advantages: Tensor
     rollout_logprobs: Tensor
     """float32 [n], like the two before"""
+    old_logprobs: Tensor | None
+    reference_logprobs: Tensor | None
+    """float32 [n]; None as in the micro-batch"""
+    lengths: Tensor
+    """int64 [S]: how many of the rows belong to each sequence"""
     positions: npt.NDArray[np.int64]
     """[n]: place of each target in the arrays of the micro-batch"""
     columns: int | None = None
@@ -87,8 +87,13 @@ def prepare(
     lengths = np.diff(batch.boundaries)
     temperatures = np.repeat(batch.temperatures, lengths)[positions]
 
+    owners = np.searchsorted(batch.boundaries, positions, side="right") - 1
+
     def on_device(values: npt.NDArray[Any], dtype: torch.dtype) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(device=device, dtype=dtype)
+
+    def column(values: npt.NDArray[np.float32] | None) -> Tensor | None:
+        return None if values is None else on_device(values[positions], torch.float32)
 
     return Prepared(
         tokens=on_device(tokens, torch.int64)[None],
@@ -101,6 +106,9 @@ def prepare(
         weights=on_device(batch.loss_mask[positions], torch.float32),
         advantages=on_device(batch.advantages[positions], torch.float32),
         rollout_logprobs=on_device(batch.rollout_logprobs[positions], torch.float32),
+        old_logprobs=column(batch.old_logprobs),
+        reference_logprobs=column(batch.reference_logprobs),
+        lengths=on_device(np.bincount(owners, minlength=lengths.size), torch.int64),
         positions=positions,
         columns=share.columns,
     )
@@ -114,45 +122,24 @@ def run_model(model: Any, prepared: Prepared) -> Tensor:
     return logits
 
 
-def token_logprobs(logits: Tensor, prepared: Prepared) -> Tensor:
-    """Return log-softmax(logits / temperature) of the wanted tokens, float32 [n]; right for a split
-    vocabulary too."""
+def wanted_logits(logits: Tensor, prepared: Prepared) -> Tensor:
+    """Return logits / temperature of the rows that are read out, float32 [n, vocabulary of this rank]."""
     wanted = logits[0].index_select(0, prepared.rows).float()
     if prepared.temperatures is not None:
         wanted = wanted / prepared.temperatures
     if prepared.columns is not None:
         wanted[:, prepared.columns :] = NO_TOKEN
+    return wanted
+
+
+def token_logprobs(logits: Tensor, prepared: Prepared) -> Tensor:
+    """Return log-softmax(logits / temperature) of the wanted tokens, float32 [n]; right for a split
+    vocabulary too."""
+    return logprobs_of(wanted_logits(logits, prepared), prepared)
+
+
+def logprobs_of(wanted: Tensor, prepared: Prepared) -> Tensor:
+    """Return log-softmax of the targets, float32 [n], from `wanted_logits`, which are used up: the values may
+    be overwritten."""
     negative: Tensor = vocab_parallel_cross_entropy(wanted, prepared.targets)
     return -negative
-
-
-def loss_and_sums(
-    logits: Tensor, prepared: Prepared, settings: TrainSettings
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the summed loss (a scalar to differentiate), the vector of sums, and the largest log-probability
-    gap.
-
-    The sums are float64 [5]: loss, tokens, tokens outside the clipping range, KL estimates, gaps; the last
-    three stay 0 for sft.
-    """
-    sums = torch.zeros(5, dtype=torch.float64, device=logits.device)
-    if prepared.rows.numel() == 0:
-        return logits.sum() * 0.0, sums, sums.new_zeros(())
-    logprobs = token_logprobs(logits, prepared)
-    if settings.objective == "sft":
-        loss = losses.masked_sum(losses.sft_loss(logprobs), prepared.weights)
-        largest = sums.new_zeros(())
-    else:
-        old, bounds = (
-            prepared.rollout_logprobs,
-            {"clip_low": settings.clip_low, "clip_high": settings.clip_high},
-        )
-        per_token = losses.policy_loss(logprobs, old, prepared.advantages, **bounds)
-        loss = losses.masked_sum(per_token, prepared.weights)
-        current = logprobs.detach()
-        gaps = (current - old).abs()
-        sums[CLIPPED] = losses.is_clipped(current, old, **bounds).sum()
-        sums[KL] = losses.kl_estimate(current, old).sum()
-        sums[GAP], largest = gaps.sum(), gaps.max().double()
-    sums[LOSS], sums[TOKENS] = loss.detach(), prepared.rows.numel()
-    return loss, sums, largest

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from strawflow_workers.drain import Drain
 from strawflow_workers.trainer.batches import MiniBatch, PackedMicroBatch, TrainSettings
 from strawflow_workers.trainer.megatron import MegatronTrainer
 from strawflow_workers.trainer.shares import deal, own_share
+from strawflow_workers.trainer.watch import Watch
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +55,7 @@ def stage_settings(config: RunConfig, objective: str) -> TrainSettings:
             betas=betas,
             weight_decay=w.weight_decay,
             clip_grad=t.clip_grad,
+            max_grad_norm=config.guard.max_grad_norm,
         )
     return TrainSettings(
         objective="grpo",
@@ -61,8 +63,10 @@ def stage_settings(config: RunConfig, objective: str) -> TrainSettings:
         betas=betas,
         weight_decay=t.weight_decay,
         clip_grad=t.clip_grad,
+        max_grad_norm=config.guard.max_grad_norm,
         clip_low=t.clip_low,
         clip_high=t.clip_high,
+        algorithm=config.algorithm,
     )
 
 
@@ -104,30 +108,62 @@ def _to_micro_batch(rows: pa.RecordBatch) -> PackedMicroBatch:
         return np.asarray(rows.column(name).flatten())
 
     lengths = np.diff(np.asarray(rows.column("tokens").offsets))
+    loss_mask = values("loss_mask").astype(np.float32)
+    weights = rows.column("loss_weight")
+    if weights.null_count < rows.num_rows:
+        loss_mask *= np.repeat(np.asarray(weights.fill_null(1.0)), lengths)
     return PackedMicroBatch(
         tokens=values("tokens"),
         boundaries=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
-        loss_mask=values("loss_mask").astype(np.float32),
+        loss_mask=loss_mask,
         advantages=values("advantages"),
         rollout_logprobs=values("logprobs"),
         temperatures=np.asarray(rows.column("temperature")),
     )
 
 
-def apply_batch(
-    trainer: MegatronTrainer, config: RunConfig, batch: Batch, mini_batches: list[MiniBatch]
-) -> dict[str, Any]:
-    """Train one step, starting the batch's stage first if it is another; returns the step's metrics."""
+def begin_stage_of(trainer: MegatronTrainer, config: RunConfig, batch: Batch) -> None:
+    """Start the batch's stage if it is another than the trainer's."""
     if trainer.settings.objective != batch.objective:
         trainer.begin_stage(stage_settings(config, batch.objective))
-    metrics = trainer.train_step(mini_batches)
+
+
+def decided(batch: Batch, recorded: Mapping[str, Any] | None) -> list[int] | None:
+    """Return which updates were left out when the batch was trained before, by what was recorded; None: it was not."""
+    # A batch that was replaced meanwhile is another: nothing was decided about it.
+    if recorded is None or recorded.get("batch_digest") != batch.digest:
+        return None
+    left_out = recorded.get("left_out")
+    return None if left_out is None else list(left_out)
+
+
+def apply_batch(
+    trainer: MegatronTrainer,
+    config: RunConfig,
+    batch: Batch,
+    mini_batches: list[MiniBatch],
+    *,
+    left_out: Sequence[int] | None = None,
+) -> dict[str, Any]:
+    """Train one step of the stage that was begun; returns the step's metrics.
+
+    `left_out` is what was decided when it was trained before: the same updates are left out.
+    """
+    metrics = trainer.train_step(
+        mini_batches, left_out=left_out, sets_aside=config.guard.on_left_out == "set_aside"
+    )
     return {
         **asdict(metrics),
         "objective": batch.objective,
         "mean_reward": batch.mean_reward,
         "num_sequences": batch.num_sequences,
         "max_staleness": batch.max_staleness,
+        "batch_digest": batch.digest,
     }
+
+
+Rows = list[tuple[MicroBatchPlace, pa.RecordBatch]]
+Look = Callable[[Batch, Rows, list[MiniBatch]], None]
 
 
 class Team:
@@ -146,29 +182,45 @@ class Team:
             parallel=config.parallel,
         )
         self.ranks = self.trainer.ranks
+        self.last_read: tuple[Rows, list[MiniBatch]] = ([], [])
+        """What this rank read of the batch it trained last."""
         self._told_at = time.monotonic()
 
-    def train(self, batch: Batch) -> dict[str, Any]:
+    def train(
+        self, batch: Batch, *, recorded: Mapping[str, Any] | None = None, look: Look | None = None
+    ) -> dict[str, Any]:
         """Train the batch of one step; returns the step's metrics.
+
+        `recorded` are those of an earlier time that it was trained, if it was; `look` is called with what this rank read before
+        anything of it is trained.
 
         Raises:
             CorruptPackError: stored bytes are damaged. ConflictError: this rank finds another batch than the first one.
         """
-        self._tell("train", step=batch.step, digest=batch.digest)
-        return apply_batch(self.trainer, self._run.config, batch, self._own_mini_batches(batch))
+        left_out = decided(batch, recorded)
+        self._tell("train", step=batch.step, digest=batch.digest, left_out=left_out)
+        return self._apply(batch, left_out, look)
 
-    def train_step(self, step: int, *, digest: str) -> None:
-        """Train the batch that the first rank named."""
+    def train_step(self, step: int, *, digest: str, left_out: list[int] | None) -> None:
+        """Train the batch that the first rank named, as it decided."""
         batch = consume.batch_of_step(self._run, step)
         if batch is None or batch.digest != digest:
             raise ConflictError(
                 f"rank {self.ranks.rank} finds another batch of step {step} than rank 0 does: {batch and batch.digest}"
             )
-        self.train(batch)
+        self._apply(batch, left_out, None)
 
-    def _own_mini_batches(self, batch: Batch) -> list[MiniBatch]:
+    def _apply(self, batch: Batch, left_out: Sequence[int] | None, look: Look | None) -> dict[str, Any]:
+        self.last_read = self._own_share(batch)
+        begin_stage_of(self.trainer, self._run.config, batch)
+        if look is not None:
+            look(batch, *self.last_read)
+        return apply_batch(self.trainer, self._run.config, batch, self.last_read[1], left_out=left_out)
+
+    def _own_share(self, batch: Batch) -> tuple[Rows, list[MiniBatch]]:
         if self.ranks.data_size == 1:
-            return to_mini_batches(batch, consume.read_batch(self._run, self._reader, batch))
+            rows = list(consume.read_batch(self._run, self._reader, batch))
+            return rows, to_mini_batches(batch, rows)
         own: set[MicroBatchPlace] = set()
         most = []
         for sizes in consume.micro_batch_sizes(self._run, self._reader, batch):
@@ -178,7 +230,7 @@ class Team:
             most.append((places[0].mini_batch, max(map(len, dealt))))
         rows = list(consume.read_batch(self._run, self._reader, batch, only=own))
         found = micro_batches_of(batch, rows)
-        return [own_share(found.get(mini, []), batch.denominators[mini], num=num) for mini, num in most]
+        return rows, [own_share(found.get(mini, []), batch.denominators[mini], num=num) for mini, num in most]
 
     def load(self, path: Path) -> None:
         """Go on from a checkpoint; raises as MegatronTrainer.load_checkpoint."""
@@ -262,14 +314,17 @@ class TrainerLoop:
 
     def _train(self, team: Team, resumption: Resumption) -> None:
         committed = resumption.step
+        watch = Watch(self._session, team.trainer, after_step=committed)
         for step in range(committed + 1, self._config.total_steps + 1):
             batch = self._next_batch(step, team)
             if batch is None:
                 return
             faults.at("trainer.before_step")
-            metrics = team.train(batch)
+            metrics = team.train(batch, recorded=watch.recorded.get(step), look=watch.before)
+            metrics["disagreement"] = watch.disagreement(batch, metrics)
             faults.at("trainer.after_step")
             consume.record_step(self._session, resumption.role, step=step, metrics=metrics)
+            watch.after(batch, *team.last_read, metrics)
             log.info("step %d: loss %s, reward %s", step, metrics["loss"], metrics["mean_reward"])
             if self._is_checkpoint_due(step):
                 committed = self._checkpoint(team, resumption, step, committed)

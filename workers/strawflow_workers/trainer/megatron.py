@@ -4,7 +4,8 @@
    drives them.
 2. The loss of an update is divided by the denominator that came with it; no count made here enters a
    gradient.
-3. An update whose loss or gradient norm is not finite changes nothing: not weights, optimizer, or schedule.
+3. An update whose loss or gradient norm is not finite, or whose norm is above the bound of the settings, changes
+   nothing: not weights, optimizer, or schedule. Which updates these were can be given, so that a replay decides the same.
 4. Same start, batches, device type, thread count and ranks: same weights, bit for bit, also across save and load.
 5. Every method is called on every rank in the same order; each rank gives its own share of the micro-batches, and all get
    the same metrics and decisions. What rank 0 alone returns is said there.
@@ -19,7 +20,7 @@ import math
 import random
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,11 +31,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from strawflow.config_algorithm import is_hook
 from strawflow.config_parallel import ParallelSection
-from strawflow.errors import InvalidInputError
-from strawflow_workers.trainer import checkpoints, device, forward, sharding, state
+from strawflow.errors import ConfigError, InvalidInputError
+from strawflow_workers.trainer import checkpoints, device, forward, objective, sharding, state
 from strawflow_workers.trainer.batches import MiniBatch, PackedMicroBatch, StepMetrics, TrainSettings
+from strawflow_workers.trainer.columns import LogProbs, Models, with_columns
 from strawflow_workers.trainer.context import Share
+from strawflow_workers.trainer.frozen import FrozenModel
 from strawflow_workers.trainer.model import (
     ONE_PROCESS,
     build_model,
@@ -101,6 +105,7 @@ class MegatronTrainer:
             self._core = build_model(self._hf, parallel)
             load_weights(self._core, self._hf, self._hf_dir)
             self._model = _data_parallel(self._core, parallel)
+            self._frozen: dict[str, FrozenModel] = {}
             self._begin(settings)
         self._share = _share(parallel, vocabulary=int(self._hf["vocab_size"]))
 
@@ -113,26 +118,70 @@ class MegatronTrainer:
 
     def _begin(self, settings: TrainSettings) -> None:
         self.settings = settings
+        objective.require_loss(settings)
+        _refuse_split_sequences(settings, self._parallel)
+        self._models = self._models_for(settings)
         self._optimizer = _make_optimizer(settings, self._model, self._parallel)
         self._schedule = _make_schedule(settings, self._optimizer)
+
+    @property
+    def dtype(self) -> str:
+        """Type of the checkpoint's weights, as its config.json names it."""
+        return str(self._hf.get("dtype") or self._hf.get("torch_dtype") or "float32").removeprefix("torch.")
+
+    def _models_for(self, settings: TrainSettings) -> Models:
+        """Return who tells the log-probabilities that a step needs beside those of its own passes."""
+        a = settings.algorithm
+        reference = a.reference or str(self._hf_dir) if a.needs_reference else ""
+        return Models(
+            functools.partial(self.logprobs, every_token=False),
+            self._frozen_model("reference", reference),
+            self._frozen_model("teacher", a.teacher),
+        )
+
+    def _frozen_model(self, role: str, hf_dir: str) -> LogProbs | None:
+        if not hf_dir:
+            return None
+        if hf_dir not in self._frozen:
+            size = int(self._hf["vocab_size"])
+            self._frozen[hf_dir] = FrozenModel(Path(hf_dir), vocab_size=size, setting=f"algorithm.{role}")
+        return self._frozen[hf_dir].logprobs
 
     @property
     def updates(self) -> int:
         """Updates applied in this stage."""
         return int(self._schedule.num_steps)
 
-    def train_step(self, mini_batches: Sequence[MiniBatch]) -> StepMetrics:
+    def train_step(
+        self,
+        mini_batches: Sequence[MiniBatch],
+        *,
+        left_out: Collection[int] | None = None,
+        sets_aside: bool = False,
+    ) -> StepMetrics:
         """Apply one update for each mini-batch, in order, of which this rank is given its share (`shares`). Those that are
-        not finite are left out and counted."""
+        not finite, or too large, are left out and counted.
+
+        `left_out` is what was decided before: these are left out, and of the others what is not finite alone. With
+        `sets_aside`, all that come after one that is left out are left out as well.
+        """
         started = time.monotonic()
+        mini_batches = with_columns(mini_batches, self.settings.algorithm, self._models)
+        updates: list[_Update] = []
         with device.trainer_device():
-            updates = [self._update(mini_batch) for mini_batch in mini_batches]
+            for at, mini_batch in enumerate(mini_batches):
+                bound = self.settings.max_grad_norm or math.inf
+                if left_out is not None:
+                    bound = -1.0 if at in left_out else math.inf
+                elif sets_aside and not all(update.applied for update in updates):
+                    bound = -1.0
+                updates.append(self._update(mini_batch, max_norm=bound))
         return _summarise(updates, self.settings, lr=self._lr(), seconds=time.monotonic() - started)
 
-    def logprobs(self, micro_batch: PackedMicroBatch) -> npt.NDArray[np.float32]:
+    def logprobs(self, micro_batch: PackedMicroBatch, *, every_token: bool = True) -> npt.NDArray[np.float32]:
         """Return float32 [T]: log-probability of each token given those before it, 0 for the first of a
-        sequence."""
-        prepared = self._prepare(micro_batch, every_token=True)
+        sequence and, without `every_token`, for those that are not trained."""
+        prepared = self._prepare(micro_batch, every_token=every_token)
         with device.trainer_device(), torch.no_grad():
             found = self._run_schedule([prepared], _read_out, forward_only=True)
         if self.ranks.size > 1:
@@ -234,15 +283,17 @@ class MegatronTrainer:
         }
         return state.collect(self._core, self._optimizer, values)
 
-    def _update(self, mini_batch: MiniBatch) -> _Update:
+    def _update(self, mini_batch: MiniBatch, *, max_norm: float) -> _Update:
         self._model.zero_grad_buffer()
         self._optimizer.zero_grad()
         sums, largest_gap = self._forward_backward(mini_batch)
         self._optimizer.prepare_grads()
         grad_norm = float(self._optimizer.get_grad_norm())
-        loss = sums[forward.LOSS] / mini_batch.denominator
+        loss = sums[objective.LOSS] / mini_batch.denominator
         # All ranks have the same loss and norm; were it otherwise, none may step alone.
-        applied = self.ranks.all_agree(math.isfinite(loss) and math.isfinite(grad_norm))
+        applied = self.ranks.all_agree(
+            math.isfinite(loss) and math.isfinite(grad_norm) and grad_norm <= max_norm
+        )
         if applied:
             self._schedule.step(1)
             if self.settings.clip_grad > 0:
@@ -298,6 +349,17 @@ def _seed_generators(seed: int) -> None:
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def _refuse_split_sequences(settings: TrainSettings, parallel: ParallelSection) -> None:
+    """Raise ConfigError for losses that look at whole sequences where context-parallel ranks have parts of them."""
+    a = settings.algorithm
+    looks_at_whole = a.loss == "gspo" or is_hook(a.loss) or a.mismatch not in ("none", "token")
+    if parallel.context > 1 and settings.objective == "grpo" and looks_at_whole:
+        raise ConfigError(
+            f"parallel.context {parallel.context}: algorithm.loss {a.loss} with algorithm.mismatch {a.mismatch} looks at whole "
+            "sequences, which context-parallel ranks do not have; set parallel.context to 1"
+        )
 
 
 def _share(parallel: ParallelSection, *, vocabulary: int) -> Share:
@@ -383,7 +445,7 @@ def _forward_step(
 def _loss(
     prepared: forward.Prepared, logits: Tensor, *, settings: TrainSettings, denominator: float
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    loss, sums, largest = forward.loss_and_sums(logits, prepared, settings)
+    loss, sums, largest = objective.loss_and_sums(logits, prepared, settings)
     # The schedule wants a token count; the gradient does not use it.
     count = torch.tensor(prepared.rows.numel(), dtype=torch.int)
     return loss / denominator, count, {"sums": sums, "largest_gap": largest}
@@ -397,26 +459,33 @@ def _read_out(prepared: forward.Prepared, logits: Tensor) -> tuple[Tensor, Tenso
 
 def _summarise(updates: list[_Update], settings: TrainSettings, *, lr: float, seconds: float) -> StepMetrics:
     applied = [update for update in updates if update.applied]
-    num_tokens = int(sum(update.sums[forward.TOKENS] for update in updates))
-    trained = sum(update.sums[forward.TOKENS] for update in applied)
+    num_tokens = int(sum(update.sums[objective.TOKENS] for update in updates))
+    trained = sum(update.sums[objective.TOKENS] for update in applied)
     is_policy = settings.objective == "grpo"
+    a = settings.algorithm
     first = updates[0] if updates else None
-    first_tokens = first.sums[forward.TOKENS] if first else 0.0
+    first_tokens = first.sums[objective.TOKENS] if first else 0.0
 
-    def share(place: int) -> float | None:
-        return sum(update.sums[place] for update in applied) / trained if is_policy and trained else None
+    def share(place: int, *, asked: bool = True) -> float | None:
+        if not (is_policy and trained and asked):
+            return None
+        return sum(update.sums[place] for update in applied) / trained
 
     return StepMetrics(
         loss=sum(update.loss for update in applied) / len(applied) if applied else None,
         grad_norm=sum(update.grad_norm for update in applied) / len(applied) if applied else None,
         num_tokens=num_tokens,
-        clip_fraction=share(forward.CLIPPED),
-        kl=share(forward.KL),
-        logprob_gap_mean=first.sums[forward.GAP] / first_tokens
+        clip_fraction=share(objective.CLIPPED),
+        kl=share(objective.KL),
+        logprob_gap_mean=first.sums[objective.GAP] / first_tokens
         if is_policy and first and first_tokens
         else None,
         logprob_gap_max=first.largest_gap if is_policy and first and first_tokens else None,
+        entropy=share(objective.ENTROPY, asked=bool(a.entropy_coefficient or a.measure_entropy)),
+        reference_kl=share(objective.REFERENCE_KL, asked=a.kl == "loss"),
+        corrected_fraction=share(objective.CORRECTED, asked=a.mismatch != "none"),
         lr=lr,
         skipped_updates=len(updates) - len(applied),
+        left_out=tuple(at for at, update in enumerate(updates) if not update.applied),
         seconds=seconds,
     )

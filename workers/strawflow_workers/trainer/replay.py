@@ -69,7 +69,7 @@ def replay(run: Run, *, from_step: int | None = None, to_step: int | None = None
             raise NotFoundError(
                 f"{run.root} holds no batch of step {step}; it has {stored[0]} to {stored[-1]}"
             )
-        metrics = team.train(batch)
+        metrics = team.train(batch, recorded=recorded.get(step))
         checkpoint = checkpoints.get(step)
         yield ReplayedStep(
             step=step,

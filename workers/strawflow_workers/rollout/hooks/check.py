@@ -22,7 +22,7 @@ from aiohttp import web
 from strawflow.config import RunConfig
 from strawflow.errors import ConfigError, InvalidInputError
 from strawflow.flow.trajectory import Member, UnitResult, to_record_batch, with_every_token
-from strawflow_workers.rollout.hooks import check_prompts, slime
+from strawflow_workers.rollout.hooks import check_algorithm, check_prompts, slime
 from strawflow_workers.rollout.hooks.check_prompts import Finding
 from strawflow_workers.rollout.hooks.converted import GroupShaper, Shaped
 from strawflow_workers.rollout.hooks.filtered import checked_verdict
@@ -82,6 +82,12 @@ def check(path: str, kind: str | None = None, *, sets: Sequence[str] = ("easy", 
             findings += check_prompts.check_data_source(
                 hook, lambda: load(kind, path, slime.arguments(RunConfig()))
             )
+        case "advantage":
+            findings += check_algorithm.check_advantage(hook)
+        case "reducer":
+            findings += check_algorithm.check_reducer(hook)
+        case "loss":
+            findings += check_algorithm.check_loss(hook)
         case _:
             findings += _check_filter(hook, groups())
     return findings

@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any, cast
 
 from strawflow.config import RunConfig
+from strawflow.config_algorithm import is_hook
 from strawflow.dotted_path import is_dotted_path
 from strawflow.errors import ConfigError
 from strawflow_workers.rollout.hooks import slime, slime_rollout, slime_source, slime_training
@@ -123,37 +124,40 @@ KINDS: dict[str, Kind] = {
     "log": Kind("assemble.log", ("step", "rows", "metrics"), False),
     "curriculum": Kind("rollout.curriculum", ("step", "sets", "state"), False),
     "data_source": Kind(DATA_SOURCES, ("request", "state"), False, slime_source.data_source, ("args",)),
+    "advantage": Kind("algorithm.advantage", ("groups",), False),
+    "reducer": Kind("algorithm.aggregation", ("mini_batches",), False),
+    "loss": Kind("algorithm.loss", ("tokens",), False),
 }
 
 
 def load_generate(config: RunConfig, *, model_path: str = "") -> GenerateHook | None:
     """Return the generate hook of a configuration, None without one; raises ConfigError as `load`."""
-    return cast(GenerateHook | None, _configured("generate", config, model_path))
+    return cast(GenerateHook | None, configured("generate", config, model_path))
 
 
 def load_generate_groups(config: RunConfig, *, model_path: str = "") -> GenerateGroupsHook | None:
     """Return the hook of whole claims of a configuration, None without one; raises ConfigError as `load`."""
-    return cast(GenerateGroupsHook | None, _configured("generate_groups", config, model_path))
+    return cast(GenerateGroupsHook | None, configured("generate_groups", config, model_path))
 
 
 def load_sample_filter(config: RunConfig) -> SampleFilter | None:
     """Return the sample filter of a configuration, None without one; raises ConfigError as `load`."""
-    return cast(SampleFilter | None, _configured("sample_filter", config))
+    return cast(SampleFilter | None, configured("sample_filter", config))
 
 
 def load_group_filter(config: RunConfig) -> GroupFilter | None:
     """Return the group filter of a configuration, None without one; raises ConfigError as `load`."""
-    return cast(GroupFilter | None, _configured("group_filter", config))
+    return cast(GroupFilter | None, configured("group_filter", config))
 
 
 def load_log(config: RunConfig) -> LogHook | None:
     """Return the log hook of a configuration, None without one; raises ConfigError as `load`."""
-    return cast(LogHook | None, _configured("log", config))
+    return cast(LogHook | None, configured("log", config))
 
 
 def load_curriculum(config: RunConfig) -> Curriculum | None:
     """Return the curriculum of a configuration, None without one; raises ConfigError as `load`."""
-    return cast(Curriculum | None, _configured("curriculum", config))
+    return cast(Curriculum | None, configured("curriculum", config))
 
 
 def load_data_sources(config: RunConfig, *, model_path: str = "") -> dict[str, DataSource]:
@@ -168,8 +172,8 @@ def load_data_sources(config: RunConfig, *, model_path: str = "") -> dict[str, D
 
 def load_shaper(config: RunConfig) -> GroupShaper | None:
     """Return what a configuration shapes groups by when they are planned, None without any; raises ConfigError as `load`."""
-    post_process = cast(PostProcess | None, _configured("post_process", config))
-    convert = cast(Convert | None, _configured("convert", config))
+    post_process = cast(PostProcess | None, configured("post_process", config))
+    convert = cast(Convert | None, configured("convert", config))
     return None if post_process is None and convert is None else GroupShaper(post_process, convert)
 
 
@@ -182,19 +186,26 @@ def require(config: RunConfig) -> None:
     if config.rollout.generate and config.rollout.generate_groups:
         raise ConfigError("rollout.generate and rollout.generate_groups both make rollouts; name one of them")
     for kind in KINDS.keys() - {"data_source"}:
-        _configured(kind, config)
+        configured(kind, config)
     load_data_sources(config)
 
 
-def _configured(kind: str, config: RunConfig, model_path: str = "") -> Function | None:
+def configured(kind: str, config: RunConfig, model_path: str = "") -> Function | None:
+    """Return the hook that a configuration names for a kind, None without one; raises ConfigError as `load`."""
     path = path_of(config, kind)
     return load(kind, path, slime.arguments(config, model_path=model_path)) if path else None
 
 
 def path_of(config: RunConfig, kind: str) -> str:
-    """Return what the setting of a kind says; empty: no hook."""
+    """Return what the setting of a kind says; empty: no hook. Settings of the algorithm may have names of ours instead."""
     section, _, name = KINDS[kind].setting.partition(".")
-    return str(getattr(getattr(config, section), name))
+    path = str(getattr(getattr(config, section), name))
+    return path if section != "algorithm" or is_hook(path) else ""
+
+
+def load_own(kind: str, path: str) -> Function:
+    """Return the hook of a path, of a kind that slime has none like; raises ConfigError as `load`."""
+    return load(kind, path, slime.Arguments())
 
 
 def load(kind: str, path: str, args: slime.Arguments) -> Function:

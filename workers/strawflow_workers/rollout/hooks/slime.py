@@ -133,7 +133,7 @@ def arguments(config: RunConfig, *, model_path: str = "", engine_url: str = "") 
         seed=config.run.seed,
         advantage_estimator="grpo",
         rewards_normalization=True,
-        grpo_std_normalization=config.assemble.advantage == "grpo",
+        grpo_std_normalization=config.algorithm.advantage == "grpo",
         partial_rollout=False,
         group_rm=False,
         reward_key=None,
