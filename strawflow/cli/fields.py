@@ -111,7 +111,10 @@ class FieldHelp:
 @cache
 def field_helps() -> tuple[FieldHelp, ...]:
     """Return every field in the order of the configuration tree."""
-    classes = {node.name: node for node in _config_source().body if isinstance(node, ast.ClassDef)}
+    tree = _source("strawflow.config")
+    own_files = [n.module or "" for n in tree.body if isinstance(n, ast.ImportFrom)]
+    sources = [tree, *(_source(name) for name in own_files if name.startswith("strawflow.config_"))]
+    classes = {n.name: n for source in sources for n in source.body if isinstance(n, ast.ClassDef)}
     helps = []
     for section_name, section_type, _ in _attributes(classes["RunConfig"]):
         for name, field_type, doc in _attributes(classes[ast.unparse(section_type.annotation)]):
@@ -121,11 +124,11 @@ def field_helps() -> tuple[FieldHelp, ...]:
     return tuple(helps)
 
 
-def _config_source() -> ast.Module:
+def _source(module: str) -> ast.Module:
     # The source is parsed, not imported: pydantic takes longer to load than --help may take.
-    spec = importlib.util.find_spec("strawflow.config")
+    spec = importlib.util.find_spec(module)
     if spec is None or spec.origin is None:
-        raise ConfigError("strawflow.config is not installed; install strawflow again")
+        raise ConfigError(f"{module} is not installed; install strawflow again")
     return ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
 
 
