@@ -19,7 +19,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from strawflow import config_algorithm, sampling
 from strawflow.config_algorithm import AlgorithmSection
 from strawflow.config_guard import GuardSection
-from strawflow.config_parallel import ParallelSection
+from strawflow.config_parallel import ParallelSection, refuse_impossible_ranks
 from strawflow.dotted_path import checked_path
 from strawflow.errors import ConfigError
 from strawflow.eval_datasets import (
@@ -490,7 +490,11 @@ def _validated(tree: dict[str, dict[str, Any]], *, where: str, given_by: Mapping
 
 
 def refuse_deadlocks(config: RunConfig) -> None:
-    """Raise ConfigError for a rollout that could never fill a batch, or only with groups thrown away, and show why."""
+    """Raise ConfigError for a rollout that could never fill a batch, or only with groups thrown away, and show why.
+
+    Also for ranks of the trainer that cannot be.
+    """
+    refuse_impossible_ranks(config.parallel)
     r = config.rollout
     if r.max_backlog and r.max_backlog < r.prompts_per_step:
         raise ConfigError(

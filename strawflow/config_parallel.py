@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
+from strawflow.errors import ConfigError
 from strawflow.section import Section
 
 
@@ -37,18 +38,6 @@ class ParallelSection(Section):
     precision: Literal["fp32", "bf16"] = "fp32"
     """`bf16`: weights and activations in bfloat16, the optimizer's own copy and the gradients in fp32."""
 
-    @model_validator(mode="after")
-    def _fits_together(self) -> ParallelSection:
-        if self.ranks % self.ranks_of_a_replica:
-            raise ValueError(
-                f"parallel.ranks {self.ranks} is no multiple of tensor x pipeline x context = {self.ranks_of_a_replica}"
-            )
-        if self.sequence and self.tensor == 1:
-            raise ValueError("parallel.sequence needs parallel.tensor above 1")
-        if self.overlap_param_gather and not self.distributed_optimizer:
-            raise ValueError("parallel.overlap_param_gather needs parallel.distributed_optimizer")
-        return self
-
     @property
     def ranks_of_a_replica(self) -> int:
         """Ranks that hold the model once."""
@@ -58,3 +47,15 @@ class ParallelSection(Section):
     def world_size(self) -> int:
         """Processes of the trainer, unless a launcher says otherwise."""
         return self.ranks or self.ranks_of_a_replica
+
+
+def refuse_impossible_ranks(parallel: ParallelSection) -> None:
+    """Raise ConfigError for fields that cannot be together."""
+    if parallel.ranks % parallel.ranks_of_a_replica:
+        raise ConfigError(
+            f"parallel.ranks {parallel.ranks} is no multiple of tensor x pipeline x context = {parallel.ranks_of_a_replica}"
+        )
+    if parallel.sequence and parallel.tensor == 1:
+        raise ConfigError("parallel.sequence needs parallel.tensor above 1")
+    if parallel.overlap_param_gather and not parallel.distributed_optimizer:
+        raise ConfigError("parallel.overlap_param_gather needs parallel.distributed_optimizer")

@@ -111,12 +111,10 @@ class FieldHelp:
 @cache
 def field_helps() -> tuple[FieldHelp, ...]:
     """Return every field in the order of the configuration tree."""
-    classes = {
-        node.name: node
-        for module in _SOURCES
-        for node in _source(module).body
-        if isinstance(node, ast.ClassDef)
-    }
+    tree = _source("strawflow.config")
+    own_files = [n.module or "" for n in tree.body if isinstance(n, ast.ImportFrom)]
+    sources = [tree, *(_source(name) for name in own_files if name.startswith("strawflow.config_"))]
+    classes = {n.name: n for source in sources for n in source.body if isinstance(n, ast.ClassDef)}
     helps = []
     for section_name, section_type, _ in _attributes(classes["RunConfig"]):
         for name, field_type, doc in _attributes(classes[ast.unparse(section_type.annotation)]):
@@ -124,10 +122,6 @@ def field_helps() -> tuple[FieldHelp, ...]:
             kind = _kind(field_type.annotation)
             helps.append(FieldHelp(f"{section_name}.{name}", f"{kind} {limits}".strip(), default, doc))
     return tuple(helps)
-
-
-_SOURCES = ("strawflow.config", "strawflow.config_algorithm", "strawflow.config_guard")
-"""Modules whose classes are the sections."""
 
 
 def _source(module: str) -> ast.Module:

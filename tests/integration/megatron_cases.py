@@ -4,13 +4,15 @@ batches from a seed."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from strawflow_workers.trainer.batches import MiniBatch, PackedMicroBatch, TrainSettings
+
+if TYPE_CHECKING:
+    from transformers import Qwen3ForCausalLM
 
 VOCABULARY = 96
 SFT = TrainSettings(objective="sft", lr=3e-3, lr_warmup_updates=4, weight_decay=0.01)
@@ -20,6 +22,8 @@ GRPO = TrainSettings(objective="grpo", lr=1e-3)
 def make_hf(directory: Path, *, tied: bool = True, seed: int = 0, **fields: Any) -> Qwen3ForCausalLM:
     """Write a small Qwen3 with random weights, norms included, as a Hugging Face checkpoint; return the
     model."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM  # seconds; ranks that only train do without
+
     torch.manual_seed(seed)
     config = Qwen3Config(
         **{

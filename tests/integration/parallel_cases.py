@@ -27,7 +27,6 @@ from strawflow_workers.trainer.megatron import MegatronTrainer
 from strawflow_workers.trainer.shares import share_of
 from tests.integration.megatron_cases import GRPO, SFT, make_pack
 
-NUM_STEPS = 3
 PROBE_LENGTHS = [9, 3, 14]
 
 
@@ -40,6 +39,7 @@ class Case:
     parallel: dict[str, Any] = field(default_factory=dict)
     resumes: bool = False
     """Whether to save, go on, load and go on again instead of training all steps."""
+    num_steps: int = 3
 
 
 @dataclass
@@ -56,13 +56,13 @@ class Found:
     """Digest of the exported weights."""
 
 
-def steps() -> list[list[MiniBatch]]:
-    """Make the batches of a few steps: updates of three, two and one micro-batches, sequences of 2 to 40 tokens."""
+def steps(num_steps: int) -> list[list[MiniBatch]]:
+    """Make the batches of a few steps: updates of three and of one micro-batch, sequences of 2 to 40 tokens."""
     rng = np.random.default_rng(11)
     found = []
-    for _ in range(NUM_STEPS):
+    for _ in range(num_steps):
         step = []
-        for num in (3, 2, 1):
+        for num in (3, 1):
             packs = [make_pack(rng, rng.integers(2, 40, 5).tolist()) for _ in range(num)]
             step.append(MiniBatch(tuple(packs), float(sum(p.loss_mask.sum() for p in packs))))
         found.append(step)
@@ -93,7 +93,7 @@ class Resumed:
 
 def resume(case: Case, folder: Path) -> Resumed:
     """Save after a step, train another, and do so again from the checkpoint with trainers that knew nothing."""
-    first, second, _ = steps()
+    first, second = steps(2)
 
     def begin(settings: TrainSettings, **parallel: Any) -> MegatronTrainer:
         return MegatronTrainer(
@@ -134,7 +134,7 @@ def train(case: Case, folder: Path, settings: TrainSettings = GRPO) -> Found:
     def own(step: list[MiniBatch]) -> list[MiniBatch]:
         return share_of(step, rank=ranks.data_rank, num_ranks=ranks.data_size)
 
-    metrics = [trainer.train_step(own(step)) for step in steps()]
+    metrics = [trainer.train_step(own(step)) for step in steps(case.num_steps)]
     skipped = trainer.train_step(own(broken_step())).skipped_updates
     probe = make_pack(np.random.default_rng(3), PROBE_LENGTHS, temperature=0.7)
     return Found(

@@ -86,7 +86,7 @@ def compare(folder: Path, size: int, cases: list[Case]) -> dict[str, Found | Res
     for model in sorted({case.model for case in cases}):
         make_hf(folder / model, **MODELS[model])
         if any(case.model == model and not case.resumes for case in cases):
-            alone[model] = train(Case(f"alone-{model}", model), folder)
+            alone[model] = train(Case(f"alone-{model}", model, num_steps=cases[0].num_steps), folder)
     results = train_in_ranks(folder, size, cases)
     for case in cases:
         found = results[case.name]
@@ -106,7 +106,7 @@ def test_four_ranks_train_as_one_process_does_and_go_on_from_their_checkpoint_bi
     tmp_path: Path,
 ) -> None:
     names = {"tp2_dp2": "odd", "pp2_dp2": "tied", "tp2_cp2_sequence": "odd"}
-    cases = [Case(name, model, OF_FOUR[name]) for name, model in names.items()]
+    cases = [Case(name, model, OF_FOUR[name], num_steps=2) for name, model in names.items()]
     again = Case("again", "tied", {"tensor": 2, "distributed_optimizer": True}, resumes=True)
     check_resumed(compare(tmp_path, 4, [*cases, again])["again"], "again")
 

@@ -97,6 +97,8 @@ def another(name: str, default: Any) -> tuple[str, Any]:
         "rollout.engine": "fake",
         "rollout.reward": "boxed_math",
         "rollout.reward_shape": "raw",
+        "parallel.recompute": "full",
+        "parallel.precision": "bf16",
         "rollout.schedule": "sync",
         "rollout.on_new_weights": "park",
         "rollout.reward_model_input": "text",

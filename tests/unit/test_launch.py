@@ -9,7 +9,8 @@ import time
 
 import pytest
 
-from strawflow.config_parallel import ParallelSection
+from strawflow.config_parallel import ParallelSection, refuse_impossible_ranks
+from strawflow.errors import ConfigError
 from strawflow_workers.trainer.launch import is_launched
 
 PROGRAM = """
@@ -82,7 +83,7 @@ def test_a_section_that_cannot_be_is_refused_by_name() -> None:
         ({"sequence": True}, "parallel.sequence needs"),
         ({"overlap_param_gather": True}, "parallel.overlap_param_gather needs"),
     ):
-        with pytest.raises(ValueError, match=told):
-            ParallelSection.model_validate(given)
+        with pytest.raises(ConfigError, match=told):
+            refuse_impossible_ranks(ParallelSection.model_validate(given))
     assert ParallelSection(tensor=2, context=2).world_size == 4
     assert ParallelSection(ranks=4, tensor=2).world_size == 4

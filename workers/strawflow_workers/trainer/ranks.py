@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from strawflow.config_parallel import ParallelSection
+from strawflow.config_parallel import ParallelSection, refuse_impossible_ranks
 from strawflow.errors import ConfigError, InvalidInputError, StorageError
 from strawflow_workers.trainer import device
 
@@ -136,8 +136,9 @@ def join_ranks(parallel: ParallelSection) -> Ranks:
     """Join the ranks that a launcher names in the environment, or be the only one; set up Megatron's groups.
 
     Raises:
-        ConfigError: the launcher's number of ranks does not fit the configuration.
+        ConfigError: the ranks cannot be as configured, or a launcher started another number.
     """
+    refuse_impossible_ranks(parallel)
     device.join_process_group()
     size, needed = dist.get_world_size(), parallel.ranks_of_a_replica
     if size % needed:
