@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
+from strawflow.cli.native import options_of, split_native_flags
 from strawflow.cli.options import JsonFlag, run_folder
 from strawflow.cli.worker import json_arguments, replace_by_worker
 
+_NATIVE = "strawflow.native_flags"
+
+
+class QuickstartCommand(TyperCommand):
+    """`quickstart`, which also takes Megatron's own flags."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.meta[_NATIVE], rest = split_native_flags(args, own=options_of(self))
+        return super().parse_args(ctx, rest)
+
 
 def quickstart(
+    ctx: typer.Context,
     seed: Annotated[int, typer.Option(min=0, help="Seeds model, prompts and sampling.")] = 0,
     steps: Annotated[
         int | None,
@@ -24,7 +37,10 @@ def quickstart(
     threads: Annotated[int | None, typer.Option(min=1, help="Threads of the trainer.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Make a small model and watch it learn a real task. Every byte of the run is durable."""
+    """Make a small model and watch it learn a real task. Every byte of the run is durable.
+
+    Megatron's own settings are flags here as in `strawflow run create`.
+    """
     arguments = ["--seed", str(seed), "--run", str(run_folder(run).resolve())]
     if steps is not None:
         arguments += ["--steps", str(steps)]
@@ -34,4 +50,7 @@ def quickstart(
         arguments += ["--threads", str(threads)]
     if fresh:
         arguments.append("--fresh")
-    replace_by_worker("quickstart", [*arguments, *json_arguments(as_json)])
+    native = ctx.meta[_NATIVE]
+    replace_by_worker(
+        "quickstart", [*arguments, *json_arguments(as_json), *(["--native", *native] if native else [])]
+    )

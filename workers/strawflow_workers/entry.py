@@ -68,6 +68,8 @@ def _parser() -> argparse.ArgumentParser:
         worker.add_argument("--die-with-parent", type=int, metavar="PID", help="end when this parent does")
         if verb == "rollout":
             worker.add_argument("--engine-url", help="use this running engine instead of starting one")
+        if verb == "train":
+            worker.add_argument("--native", nargs=argparse.REMAINDER, default=[], metavar="MEGATRON_FLAG")
         if verb in ("rollout", "engine"):
             worker.add_argument(
                 "--slot", type=int, metavar="ID", help="be the worker of this engine of the run"
@@ -86,6 +88,11 @@ def _parser() -> argparse.ArgumentParser:
         flags.add_argument(
             "--check", nargs=argparse.REMAINDER, help="arguments to check instead of listing all"
         )
+    native = verbs.add_parser("megatron-flags")
+    native.add_argument("--json", action="store_true")
+    native.add_argument(
+        "--check", action="store_true", help="check a configuration and flags given as JSON on stdin"
+    )
     reward = verbs.add_parser("reward")
     reward.add_argument("spec")
     reward.add_argument("--file", type=Path, required=True)
@@ -108,6 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     quickstart.add_argument("--threads", type=int, default=1)
     quickstart.add_argument("--fresh", action="store_true")
     quickstart.add_argument("--json", action="store_true")
+    quickstart.add_argument("--native", nargs=argparse.REMAINDER, default=[], metavar="MEGATRON_FLAG")
     return parser
 
 
@@ -155,6 +163,13 @@ def _assemble(arguments: argparse.Namespace) -> int:
 def _train(arguments: argparse.Namespace) -> int:
     from strawflow_workers.trainer.loop import TrainerLoop
 
+    if arguments.native:
+        from strawflow.flow.run import open_run
+        from strawflow_workers.trainer.native_flags import require_same
+
+        run = open_run(arguments.run)
+        run.close()
+        require_same(run.config, arguments.native)
     return _work("train", arguments, lambda session, drain: TrainerLoop(session, drain).run())
 
 
@@ -189,6 +204,12 @@ def _flags(arguments: argparse.Namespace) -> int:
         for line in textwrap.wrap(flag.help, 116):
             print(f"      {line}")
     return 0
+
+
+def _megatron_flags(arguments: argparse.Namespace) -> int:
+    from strawflow_workers.trainer import native_flags
+
+    return native_flags.command(check=arguments.check, as_json=arguments.json)
 
 
 def _reward(arguments: argparse.Namespace) -> int:
@@ -230,6 +251,7 @@ VERBS: dict[str, Callable[[argparse.Namespace], int]] = {
     "replay": _replay,
     "sglang-flags": _flags,
     "router-flags": _flags,
+    "megatron-flags": _megatron_flags,
     "reward": _reward,
     "hook": _hook,
     "quickstart": _quickstart,

@@ -26,8 +26,10 @@ from strawflow.flow.consume import Resumption
 from strawflow.flow.session import WorkerSession
 from strawflow.index.batches import Batch, MicroBatchPlace
 from strawflow_workers.drain import Drain
+from strawflow_workers.trainer import configurations
 from strawflow_workers.trainer.batches import MiniBatch, PackedMicroBatch, TrainSettings
 from strawflow_workers.trainer.megatron import MegatronTrainer
+from strawflow_workers.trainer.native_settings import NativeSettings
 
 log = logging.getLogger(__name__)
 
@@ -133,6 +135,7 @@ class TrainerLoop:
         resumption = self._take_over()
         if resumption is None:
             return
+        configurations.write_record(self._run)
         if resumption.checkpoint is not None:
             trainer.load_checkpoint(self._run.root / resumption.checkpoint.path)
             log.info("went on from checkpoint %s", resumption.checkpoint.checkpoint_id)
@@ -147,6 +150,7 @@ class TrainerLoop:
             stage_settings(config, first_objective(config)),
             seed=config.run.seed,
             threads=config.trainer.threads,
+            native=NativeSettings.of(config),
         )
 
     def _take_over(self) -> Resumption | None:

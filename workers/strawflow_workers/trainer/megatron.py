@@ -29,18 +29,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from strawflow.errors import InvalidInputError
-from strawflow_workers.trainer import checkpoints, device, forward, state
+from strawflow_workers.trainer import checkpoints, configurations, device, forward, state
 from strawflow_workers.trainer.batches import MiniBatch, PackedMicroBatch, StepMetrics, TrainSettings
 from strawflow_workers.trainer.model import build_model, hf_tensors, load_weights, read_hf_config
+from strawflow_workers.trainer.native_settings import NOTHING_GIVEN, NativeSettings
 
 with device.importing_megatron():
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.distributed import (
         DistributedDataParallel,
-        DistributedDataParallelConfig,
         finalize_model_grads,
     )
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer import get_megatron_optimizer
     from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
     from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -62,22 +62,33 @@ class _Update:
 class MegatronTrainer:
     """Train one model. `settings` belong to a stage; `begin_stage` starts another with a fresh optimizer."""
 
-    def __init__(self, hf_dir: Path, settings: TrainSettings, *, seed: int, threads: int = 1) -> None:
+    def __init__(
+        self,
+        hf_dir: Path,
+        settings: TrainSettings,
+        *,
+        seed: int,
+        threads: int = 1,
+        native: NativeSettings = NOTHING_GIVEN,
+    ) -> None:
         """Build the model from a Hugging Face directory (config, weights, tokenizer files).
+
+        `native` are Megatron's own settings that lie over ours.
 
         Raises:
             NotFoundError, ConfigError, InvalidInputError: the directory is incomplete or describes something
-            unsupported.
+            unsupported, or Megatron refuses a given setting.
         """
+        self._native = native
         self.settings = settings
         self.stage = 0
         self._hf_dir, self._hf, self._seed = Path(hf_dir), read_hf_config(Path(hf_dir)), seed
         device.prepare_process(threads=threads)
         with device.trainer_device():
             _join_ranks(seed)
-            core = build_model(self._hf)
+            core = build_model(self._hf, native)
             load_weights(core, self._hf, self._hf_dir)
-            self._model = _data_parallel(core)
+            self._model = _data_parallel(core, native)
             self._begin(settings)
 
     def begin_stage(self, settings: TrainSettings) -> None:
@@ -89,7 +100,7 @@ class MegatronTrainer:
 
     def _begin(self, settings: TrainSettings) -> None:
         self.settings = settings
-        self._optimizer = _make_optimizer(settings, self._model)
+        self._optimizer = _make_optimizer(settings, self._native, self._model)
         self._schedule = _make_schedule(settings, self._optimizer)
 
     @property
@@ -242,12 +253,10 @@ def _join_ranks(seed: int) -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
-def _data_parallel(core: Any) -> Any:
+def _data_parallel(core: Any, native: NativeSettings) -> Any:
     """Wrap the model so that gradients gather in contiguous fp32 buffers and are summed over data-parallel
     ranks."""
-    model = DistributedDataParallel(
-        core.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), core
-    )
+    model = DistributedDataParallel(core.config, configurations.gradient_buffers(native), core)
     core.config.finalize_model_grads_func = _finalize_by_planned_denominator
     return model
 
@@ -258,18 +267,8 @@ def _finalize_by_planned_denominator(model: list[Any], _num_tokens: Tensor | Non
     finalize_model_grads(model, None, **options)
 
 
-def _make_optimizer(settings: TrainSettings, model: Any) -> Any:
-    beta1, beta2 = settings.betas
-    config = OptimizerConfig(
-        optimizer="adam",
-        lr=settings.lr,
-        weight_decay=settings.weight_decay,
-        adam_beta1=beta1,
-        adam_beta2=beta2,
-        adam_eps=settings.eps,
-        clip_grad=settings.clip_grad,
-        params_dtype=torch.float32,
-    )
+def _make_optimizer(settings: TrainSettings, native: NativeSettings, model: Any) -> Any:
+    config = configurations.optimizer(settings, native)
     with device.without_megatron_warnings():
         return get_megatron_optimizer(config, [model])
 

@@ -19,15 +19,15 @@ from safetensors import safe_open
 from torch import Tensor
 
 from strawflow.errors import ConfigError, InvalidInputError, NotFoundError
-from strawflow_workers.trainer import device
+from strawflow_workers.trainer import configurations, device
 from strawflow_workers.trainer.attention import PackedCausalAttention
 from strawflow_workers.trainer.convert import family_of
+from strawflow_workers.trainer.native_settings import NativeSettings
 
 with device.importing_megatron():
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer import TransformerConfig
 
 EXPORT_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -45,12 +45,15 @@ def read_hf_config(hf_dir: Path) -> dict[str, Any]:
     return config
 
 
-def build_model(hf: Mapping[str, Any]) -> GPTModel:
+def build_model(hf: Mapping[str, Any], native: NativeSettings) -> GPTModel:
     """Build the model that a Hugging Face configuration describes, with unset weights, on this process's
     device.
 
+    `native` are Megatron's own settings that the run gives.
+
     Raises:
-        ConfigError: the architecture, or more than one tensor- or pipeline-parallel rank, is not supported.
+        ConfigError: the architecture, or more than one tensor- or pipeline-parallel rank, is not supported, or
+            Megatron refuses a given setting.
     """
     if (
         parallel_state.get_tensor_model_parallel_world_size()
@@ -61,21 +64,7 @@ def build_model(hf: Mapping[str, Any]) -> GPTModel:
             "tensor and pipeline parallelism are not supported by this trainer yet; use data parallelism"
         )
     family = family_of(hf)
-    on_cuda = device.target().type == "cuda"
-    config = TransformerConfig(
-        **family.config_fields(hf),
-        params_dtype=torch.float32,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        masked_softmax_fusion=False,
-        perform_initialization=False,
-        use_cpu_initialization=not on_cuda,
-        # Megatron's deterministic embedding is for CUDA; the CPU's ordinary one is deterministic and faster.
-        deterministic_mode=on_cuda,
-        # Sums over tokens, not means of means: data-parallel ranks add their gradients.
-        calculate_per_token_loss=True,
-        cuda_graph_scope=[],  # what its default becomes, without the warning
-    )
+    config = configurations.transformer(hf, native)
     spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
     spec.submodules.self_attention.submodules.core_attention = PackedCausalAttention
     with device.without_megatron_warnings():

@@ -19,6 +19,7 @@ from strawflow.index.checkpoints import Checkpoint
 from strawflow.packs.reader import PackReader
 from strawflow_workers.trainer.loop import apply_batch, first_objective, stage_settings, to_mini_batches
 from strawflow_workers.trainer.megatron import MegatronTrainer
+from strawflow_workers.trainer.native_settings import NativeSettings
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,7 @@ def _start(run: Run, first: int, checkpoints: dict[int, Checkpoint]) -> Megatron
         stage_settings(run.config, first_objective(run.config)),
         seed=run.config.run.seed,
         threads=run.config.trainer.threads,
+        native=NativeSettings.of(run.config),
     )
     if first > 1:
         if first - 1 not in checkpoints:
