@@ -4,10 +4,12 @@
 2. A checkpoint commits together with the position it stands for, and before the weights of its step are published, so
    every evaluated version is covered by one.
 3. A batch's packed rows carry all that a step needs; no trajectory is read here.
+4. The next batch is read while one is trained; what is trained, and in which order, is the same.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Iterable
@@ -27,9 +29,12 @@ from strawflow.flow.session import WorkerSession
 from strawflow.index.batches import Batch, MicroBatchPlace
 from strawflow_workers.drain import Drain
 from strawflow_workers.trainer import configurations
+from strawflow_workers.trainer.batch_facts import BatchFacts
 from strawflow_workers.trainer.batches import MiniBatch, PackedMicroBatch, TrainSettings
+from strawflow_workers.trainer.feed import BatchFeed
 from strawflow_workers.trainer.megatron import MegatronTrainer
 from strawflow_workers.trainer.native_settings import NativeSettings
+from strawflow_workers.trainer.telemetry import BatchContent, Telemetry
 
 log = logging.getLogger(__name__)
 
@@ -164,22 +169,40 @@ class TrainerLoop:
 
     def _train(self, trainer: MegatronTrainer, resumption: Resumption) -> None:
         committed = resumption.step
-        for step in range(committed + 1, self._config.total_steps + 1):
-            batch = self._next_batch(step)
-            if batch is None:
-                return
-            faults.at("trainer.before_step")
-            rows = consume.read_batch(self._run, self._session.reader, batch)
-            metrics = apply_batch(trainer, self._config, batch, to_mini_batches(batch, rows))
-            faults.at("trainer.after_step")
-            consume.record_step(self._session, resumption.role, step=step, metrics=metrics)
-            log.info("step %d: loss %s, reward %s", step, metrics["loss"], metrics["mean_reward"])
-            if self._is_checkpoint_due(step):
-                committed = self._checkpoint(trainer, resumption, step, committed)
-            if step >= self._config.warm_start.steps:
-                # Until the warm start ends nobody samples: its weights need no files.
-                self._publish(trainer, resumption, step)
-                publish_weights.remove_unneeded_weights(self._session, resumption.role)
+        with (
+            Telemetry(self._run) as telemetry,
+            BatchFeed(functools.partial(consume.batch_of_step, self._run), self._read) as feed,
+        ):
+            telemetry.catch_up(resumption.step)
+            for step in range(committed + 1, self._config.total_steps + 1):
+                asked = time.monotonic()
+                batch = self._next_batch(step)
+                if batch is None:
+                    return
+                plan_wait_s = time.monotonic() - asked
+                faults.at("trainer.before_step")
+                served = feed.content_of(batch)
+                if step < self._config.total_steps:
+                    feed.read_ahead(step + 1)
+                with telemetry.profiler.step(step):
+                    applied = apply_batch(trainer, self._config, batch, served.content.mini_batches)
+                faults.at("trainer.after_step")
+                metrics = telemetry.measured(served, applied, plan_wait_s=plan_wait_s)
+                consume.record_step(self._session, resumption.role, step=step, metrics=metrics)
+                telemetry.write(step, metrics)
+                log.info("step %d: loss %s, reward %s", step, metrics["loss"], metrics["mean_reward"])
+                if self._is_checkpoint_due(step):
+                    committed = self._checkpoint(trainer, resumption, step, committed)
+                if step >= self._config.warm_start.steps:
+                    # Until the warm start ends nobody samples: its weights need no files.
+                    self._publish(trainer, resumption, step)
+                    publish_weights.remove_unneeded_weights(self._session, resumption.role)
+
+    def _read(self, batch: Batch) -> BatchContent:
+        """Return a batch as it is trained; from the feed's thread too."""
+        facts = BatchFacts(batch.step)
+        rows = consume.read_batch(self._run, self._session.reader, batch)
+        return BatchContent(to_mini_batches(batch, facts.counted(rows)), facts)
 
     def _next_batch(self, step: int) -> Batch | None:
         """Wait for the batch of a step; None when told to drain."""
