@@ -29,7 +29,7 @@ from strawflow.flow.session import WorkerSession
 from strawflow.records import BATCH
 from strawflow.testing.runs import made_up_plan, small_run
 
-SEQUENCES, MEAN_TOKENS, MAX_TOKENS = 64, 256, 1024
+SEQUENCES, MEAN_TOKENS, MAX_TOKENS = 32, 128, 512
 MICRO_BATCH_TOKENS = 16384
 
 
@@ -59,9 +59,9 @@ def _train(run: Run, *, ahead: bool) -> None:
 
 
 def _stored_run(folder: Path, steps: int) -> Run:
-    from strawflow_workers.quickstart.model import make_model
+    from strawflow_workers.quickstart.model import TINY, make_model
 
-    model = make_model(folder / "hf", seed=0)
+    model = make_model(folder / "hf", seed=0, shape=TINY)
     made = small_run(
         folder,
         num_prompts=4 * steps,

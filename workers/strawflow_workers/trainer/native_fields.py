@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import ast
+import collections.abc
 import dataclasses
 import enum
 import functools
@@ -165,7 +166,7 @@ def _kind(hint: Any) -> Kind | str:
     choices = tuple(c for part in scalars if _is_literal(part) for c in typing.get_args(part))
     plain = [type(choices[0])] if choices else [part for part in scalars if _is_plain(part)]
     if not plain and not lists:
-        return f"no command line can say a {_shown(hint)}"
+        return f"no command line can say {_shown(scalars[0])}"
     if plain == [bool] and not lists:
         return Kind("switch", (bool,), takes_none=takes_none)
     of = tuple(sorted({*plain, *(t for kind in lists for t in kind.of)}, key=_width))
@@ -207,8 +208,11 @@ def _width(one: type) -> tuple[int, str]:
     return (order.index(one) if one in order else 4 if one is str else 3), one.__name__
 
 
-def _shown(hint: Any) -> str:
-    return str(getattr(hint, "__name__", None) or hint).replace("typing.", "")
+def _shown(part: Any) -> str:
+    if typing.get_origin(part) is collections.abc.Callable or part is typing.Callable:
+        return "a function"
+    name = str(getattr(part, "__name__", None) or part).replace("typing.", "")
+    return f"an object of Megatron's ({name})"
 
 
 def _docstrings(configuration: type) -> dict[str, str]:
