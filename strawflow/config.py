@@ -29,6 +29,7 @@ from strawflow.eval_datasets import (
     read_eval_datasets,
     refuse_unanswered,
 )
+from strawflow.native import NativeValue, Roles, checked_roles, read_roles, with_underscores
 from strawflow.prompt_sets import DEFAULT as DEFAULT_SETS
 from strawflow.prompt_sets import PromptSet, read_prompt_sets, refuse_wrong_sets
 from strawflow.reward_names import is_address, parse_reward
@@ -264,6 +265,44 @@ class TrainerSection(Section):
     keep_weights: int = Field(default=2, ge=1)
     """Weight versions whose files stay on disk, beside those in use."""
     threads: int = Field(default=1, ge=1)
+    megatron: dict[str, NativeValue] = Field(default_factory=dict)
+    """Megatron's own settings by name, as the installed one has them (`strawflow worker train --help-megatron`); on the command
+    line each is a flag of its own."""
+    roles: Roles | Literal[""] = ""
+    """What the model of a role (actor, critic, reference, teacher) has otherwise than `megatron` says: a YAML file, read when
+    the run is created."""
+    tensorboard: str = ""
+    """Folder that the metrics of every step are written to for TensorBoard, as event files; empty: none."""
+    wandb: str = ""
+    """Project of Weights & Biases that the metrics are logged to, offline, below the run's folder; empty: none."""
+    profile_steps: str = ""
+    """Steps FIRST:LAST that torch's profiler traces, into profiles/ of the run's folder; empty: none."""
+    peak_tflops: float = Field(default=0.0, ge=0)
+    """What the trainer's devices could do, in 1e12 floating-point operations a second each, for MFU; 0: what is known of them."""
+
+    @field_validator("megatron", mode="before")
+    @classmethod
+    def _have_one_spelling(cls, given: Any) -> Any:
+        return with_underscores(given)
+
+    @field_validator("profile_steps")
+    @classmethod
+    def _is_a_window(cls, text: str) -> str:
+        if text:
+            profile_window(text)
+        return text
+
+
+def profile_window(text: str) -> range:
+    """Return the steps that FIRST:LAST means, both included.
+
+    Raises:
+        ValueError: it means none.
+    """
+    first, colon, last = text.partition(":")
+    if not (colon and first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
+        raise ValueError(f"{text!r} names no steps; write FIRST:LAST, such as 10:12")
+    return range(int(first), int(last) + 1)
 
 
 class EvalSection(Section):
@@ -414,6 +453,12 @@ def load_config(
         rollout_settings["topology"] = read_topology(Path(drawn))
     elif drawn:
         rollout_settings["topology"] = checked_topology(drawn, where=f"{where}: rollout.topology")
+    trainer_settings = tree.get("trainer", {})
+    of_roles = trainer_settings.get("roles")
+    if isinstance(of_roles, str) and of_roles:
+        trainer_settings["roles"] = read_roles(Path(of_roles))
+    elif of_roles:
+        trainer_settings["roles"] = checked_roles(of_roles, where=f"{where}: trainer.roles")
     config = sampling.with_filled_datasets(_validated(tree, where=where, given_by=given_by))
     refuse_unanswered(
         config.eval.datasets, where=named if isinstance(named, str) else f"{where}: eval.datasets"

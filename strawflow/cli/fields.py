@@ -160,6 +160,8 @@ def _kind(annotation: ast.expr) -> str:
         return " | ".join(ast.literal_eval(ast.unparse(annotation.slice)))
     lists = {"tuple[str, ...]": "list of text, as JSON", "tuple[int, ...]": "list of whole numbers, as JSON"}
     lists["Topology | Literal['']"] = "YAML file, or table as JSON"
+    lists["Roles | Literal['']"] = "YAML file, or table as JSON"
+    lists["dict[str, NativeValue]"] = "table, as JSON"
     lists["tuple[EvalDataset, ...]"] = "YAML file, or list of tables as JSON"
     lists["tuple[PromptSet, ...]"] = "file, FILE:WEIGHT,..., or list of tables as JSON"
     return plain.get(text) or lists.get(text, "table of text, as JSON")

@@ -50,7 +50,7 @@ app = typer.Typer(
     rich_markup_mode=None,  # rich costs half of the time that --help may take
     context_settings={"auto_envvar_prefix": "STRAWFLOW"},
 )
-app.command()(quickstart.quickstart)
+app.command(cls=quickstart.QuickstartCommand)(quickstart.quickstart)
 app.add_typer(run.app, name="run")
 app.command()(enqueue.enqueue)
 app.add_typer(worker.app, name="worker")

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
+from typer.core import TyperCommand
 
+from strawflow.cli.native import options_of, split_native_flags
 from strawflow.cli.options import JsonFlag, run_folder
 from strawflow.cli.worker import json_arguments, replace_by_worker
 
+_NATIVE = "strawflow.native_flags"
+
+
+class QuickstartCommand(TyperCommand):
+    """`quickstart`, which also takes Megatron's own flags."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.meta[_NATIVE], rest = split_native_flags(args, own=options_of(self))
+        return super().parse_args(ctx, rest)
+
 
 def quickstart(
+    ctx: typer.Context,
     model: Annotated[
         Literal["tiny", "smollm2"],
         typer.Option(
@@ -33,7 +46,10 @@ def quickstart(
     threads: Annotated[int | None, typer.Option(min=1, help="Threads of the trainer.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Make a small model and watch it learn a real task. Every byte of the run is durable."""
+    """Make a small model and watch it learn a real task. Every byte of the run is durable.
+
+    Megatron's own settings are flags here as in `strawflow run create`.
+    """
     arguments = ["--seed", str(seed), "--run", str(run_folder(run).resolve())]
     if model != "tiny":
         arguments += ["--model", model]
@@ -45,4 +61,7 @@ def quickstart(
         arguments += ["--threads", str(threads)]
     if fresh:
         arguments.append("--fresh")
-    replace_by_worker("quickstart", [*arguments, *json_arguments(as_json)])
+    native = ctx.meta[_NATIVE]
+    replace_by_worker(
+        "quickstart", [*arguments, *json_arguments(as_json), *(["--native", *native] if native else [])]
+    )

@@ -1,4 +1,4 @@
-"""`strawflow run`: create runs and list them."""
+"""`strawflow run`: create runs, list them, show their settings."""
 
 from __future__ import annotations
 
@@ -21,15 +21,17 @@ from strawflow.cli.fields import (
     split_field_flags,
 )
 from strawflow.cli.group import QuickGroup
-from strawflow.cli.options import RUNS_FOLDER, JsonFlag, run_folder
+from strawflow.cli.native import options_of, split_native_flags, with_native_settings
+from strawflow.cli.options import RUNS_FOLDER, JsonFlag, RunArgument, opened, run_folder
 
 if TYPE_CHECKING:
     from strawflow.config import RunConfig
 
-app = typer.Typer(cls=QuickGroup, help="Create runs and list them.", no_args_is_help=True)
+app = typer.Typer(cls=QuickGroup, help="Create runs, list them, show their settings.", no_args_is_help=True)
 
 _FLAGS = "strawflow.field_flags"
 _OF_ENGINE = "strawflow.engine_flags"
+_NATIVE = "strawflow.native_flags"
 PASSED_ON = {ENGINE_PREFIX: "rollout.engine_args", ROUTER_PREFIX: "rollout.router_args"}
 """Prefixes of the flags of other programs, and the field that keeps each."""
 
@@ -51,6 +53,7 @@ class CreateCommand(TyperCommand):
                     raise InvalidInputError(f"give --{field} or {prefix} flags, not both")
                 flags[field] = json.dumps(taken[field])
         ctx.meta[_FLAGS], ctx.meta[_OF_ENGINE] = flags, taken["rollout.engine_args"]
+        ctx.meta[_NATIVE], rest = split_native_flags(rest, own=options_of(self))
         return super().parse_args(ctx, rest)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
@@ -60,7 +63,9 @@ class CreateCommand(TyperCommand):
             "or a TOML [section]. A flag may leave out the section where no other has the field: --max-staleness 2.\n"
             "Flags of SGLang's server: --sglang-ITS-OWN-NAME [VALUE ...], after the name of the run; `strawflow worker "
             "rollout --help-sglang` lists them. Those of its router, for a topology that has one: --router-ITS-OWN-NAME; "
-            "--help-router.\n\n"
+            "--help-router.\n"
+            "Megatron's own settings: --ITS-OWN-NAME [VALUE ...], switches as --NAME or --no-NAME, after the name of the run; "
+            "`strawflow worker train --help-megatron` lists them.\n\n"
         )
         for field in field_helps():
             formatter.write(f"  --{field.name} <{field.kind}>  [default: {_shown(field.default)}]\n")
@@ -111,11 +116,13 @@ def create(
             print(commented_toml(), end="")
         return
     if run is None:
-        raise InvalidInputError("name the run to create: strawflow run create RUN")
+        after = "; flags of Megatron come after it" if ctx.meta[_NATIVE] else ""
+        raise InvalidInputError(f"name the run to create: strawflow run create RUN{after}")
     resolved = with_found_model(load_config(config, flags=ctx.meta[_FLAGS], environ=os.environ))
     refuse_deadlocks(resolved)
     refuse_senseless(resolved)
     check_engine_flags(resolved, given=ctx.meta[_OF_ENGINE])
+    resolved = with_native_settings(resolved, ctx.meta[_NATIVE], as_json=as_json)
     made = create_run(run_folder(run), resolved, fresh=fresh)
     steps = next_steps(run, resolved)
     if as_json:
@@ -144,6 +151,39 @@ def list_runs(
         return
     names = ("name", "stage", "position", "planned", "total", "live_sessions", "problem")
     output.print_table(names, [[r[name] for name in names] for r in rows], empty=f"no runs in {folder}")
+
+
+@app.command()
+def show(run: RunArgument, as_json: JsonFlag = False) -> None:
+    """Show a run's settings: those that are not the default, and what its trainer makes of Megatron's.
+
+    As JSON: all of them, and every field of Megatron's configurations as the trainer was last built with it.
+    """
+    from strawflow.cli import output
+    from strawflow.flow.run import NATIVE_FILE
+
+    with opened(run) as found:
+        config = found.config.model_dump(mode="json")
+        path = found.root / NATIVE_FILE
+        built = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    if as_json:
+        output.print_json({"root": found.root, "config": config, "trainer_built_with": built})
+        return
+    print(f"{found.root}")
+    for field in field_helps():
+        section, name = field.name.split(".", 1)
+        value = config[section][name]
+        default = list(field.default) if isinstance(field.default, tuple) else field.default
+        if value != default:
+            print(f"  {field.name} = {json.dumps(value, ensure_ascii=False)}")
+    if built is None:
+        print("the trainer has not started yet: what Megatron makes of its settings is not known")
+        return
+    print(f"trainer built with megatron-core {built['megatron_core']}")
+    for configuration, fields in built["configurations"].items():
+        for name in built["given"]:
+            if name in fields:
+                print(f"  {configuration}.{name} = {json.dumps(fields[name])}")
 
 
 def next_steps(run: str, config: RunConfig) -> list[str]:

@@ -13,6 +13,15 @@ if TYPE_CHECKING:
     from strawflow.flow.status import RunStatus
 
 
+_IN_JSON_ALONE = frozenset(
+    {
+        *("fence", "flops", "total_tokens", "plan_wait_s", "read_wait_s", "staleness_max"),
+        *("prompt_tokens_mean", "response_tokens_max", "sequence_tokens_max"),
+    }
+)
+"""Numbers of a step that the line of the last step leaves out."""
+
+
 def status(
     run: RunArgument,
     watch: Annotated[bool, typer.Option("--watch", help="Show it again and again until Ctrl-C.")] = False,
@@ -83,7 +92,9 @@ def _facts(s: RunStatus) -> Any:
             )
         )
     if s.last_metrics is not None:
-        measured = {k: v for k, v in s.last_metrics.items() if isinstance(v, int | float) and k != "fence"}
+        measured = {
+            k: v for k, v in s.last_metrics.items() if isinstance(v, int | float) and k not in _IN_JSON_ALONE
+        }
         facts.append(("last step", ", ".join(f"{k} {cell(v)}" for k, v in measured.items())))
     facts += [("evaluation", f"step {step}: {told}") for step, told in _evaluations(s)]
     facts += [

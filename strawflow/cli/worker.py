@@ -11,11 +11,13 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperCommand
 
 from strawflow.cli.group import QuickGroup
+from strawflow.cli.native import options_of, split_native_flags
 from strawflow.cli.options import JsonFlag, RunArgument, run_folder
 from strawflow.plural import counted
 
@@ -38,6 +40,7 @@ NEEDS: dict[str, tuple[tuple[str, str], ...]] = {
     "replay": (("torch", "trainer"), ("megatron.core", "trainer")),
     "sglang-flags": (("sglang", "rollout"),),
     "router-flags": (("sglang_router", "rollout"),),
+    "megatron-flags": (("torch", "trainer"), ("megatron.core", "trainer")),
     "quickstart": (
         ("torch", "trainer"),
         ("megatron.core", "trainer"),
@@ -187,10 +190,39 @@ def assemble(run: RunArgument, as_json: JsonFlag = False) -> None:
     replace_by_worker("assemble", [str(existing_run(run))])
 
 
-@app.command()
-def train(run: RunArgument, as_json: JsonFlag = False) -> None:
-    """Train planned batches in order, checkpoint, publish weights."""
-    replace_by_worker("train", [str(existing_run(run))])
+_NATIVE = "strawflow.native_flags"
+
+
+class TrainCommand(TyperCommand):
+    """`worker train`, which also takes Megatron's own flags."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.meta[_NATIVE], rest = split_native_flags(args, own=options_of(self))
+        return super().parse_args(ctx, rest)
+
+
+@app.command(cls=TrainCommand)
+def train(
+    ctx: typer.Context,
+    run: Annotated[str | None, typer.Argument(metavar="RUN", help="The run.")] = None,
+    help_megatron: Annotated[
+        bool,
+        typer.Option("--help-megatron", help="List the settings of the installed Megatron, and stop."),
+    ] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Train planned batches in order, checkpoint, publish weights.
+
+    Megatron's own flags may be given as they were when the run was created; others are refused.
+    """
+    if help_megatron:
+        replace_by_worker("megatron-flags", json_arguments(as_json))
+    if run is None:
+        from strawflow.errors import InvalidInputError
+
+        raise InvalidInputError("name the run: strawflow worker train RUN")
+    native = ctx.meta[_NATIVE]
+    replace_by_worker("train", [str(existing_run(run)), *(["--native", *native] if native else [])])
 
 
 @app.command("list")

@@ -26,6 +26,14 @@ def steps(run: Run) -> list[dict[str, Any]]:
         return index_checkpoints.steps_recorded(connection, run.branch, run.consumer)
 
 
+def rewards_by_set(run: Run, batch: Batch) -> dict[str, float]:
+    """Return the mean reward of a batch's groups by prompt set: the mean over groups, those without signal among them, of the mean
+    over a group's members. A set without such a group is not there.
+    """
+    with run.index.read() as connection:
+        return units.rewards_of_batch(connection, batch.batch_id)
+
+
 def checkpoints(run: Run) -> list[Checkpoint]:
     """Return the committed checkpoints in step order."""
     with run.index.read() as connection:

@@ -7,6 +7,7 @@ RUN/packs/<kind>/    Arrow packs
 RUN/weights/         weight versions, each a Hugging Face checkpoint
 RUN/checkpoints/     trainer checkpoints
 RUN/logs/            one file per worker and start
+RUN/megatron.json    what the trainer's newest start was built with, field by field
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ ACTIVE_BRANCH = "branch"
 CONFIG_FILE = "config.json"
 INDEX_FILE = "index.sqlite"
 IDENTITY_FILE = "run.id"
+NATIVE_FILE = "megatron.json"
 RUN_ID = "run_id"
 """Key of the note that says whose index this is; absent in one made before it was kept."""
 

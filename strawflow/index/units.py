@@ -330,6 +330,20 @@ def of_batch(connection: Connection, batch_id: int) -> list[Unit]:
     return [to_unit(row) for row in rows]
 
 
+def rewards_of_batch(connection: Connection, batch_id: int) -> dict[str, float]:
+    """Return the mean reward of the groups that a batch planned, those it dropped among them, by the dataset of their prompt."""
+    rows = connection.execute(
+        sa.select(t.segments.c.dataset_id, sa.func.avg(t.units.c.mean_reward))
+        .select_from(t.assignments)
+        .join(t.units, t.units.c.unit_id == t.assignments.c.unit_id)
+        .join(t.segments, t.segments.c.segment_id == t.units.c.segment_id)
+        .where(t.assignments.c.batch_id == batch_id, t.units.c.mean_reward.is_not(None))
+        .group_by(t.segments.c.dataset_id)
+        .order_by(t.segments.c.dataset_id)
+    )
+    return {dataset_id: float(mean) for dataset_id, mean in rows}
+
+
 def of_profile(connection: Connection, branch_id: str, *, profile: str, epoch: int) -> list[Unit]:
     """Return the units of one profile and epoch on the branch's line, in order of admission.
 

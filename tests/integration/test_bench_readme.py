@@ -22,7 +22,9 @@ def sections(script: Path) -> list[str]:
     return [ast.literal_eval(key) for key in given.keys if key is not None]
 
 
-@pytest.mark.parametrize("script", ["store.py", "index.py", "rollout.py", "trainer.py", "gpu.py"])
+@pytest.mark.parametrize(
+    "script", ["store.py", "index.py", "rollout.py", "trainer.py", "trainer_wait.py", "gpu.py"]
+)
 def test_the_readme_lists_the_sections_that_a_script_accepts(script: str) -> None:
     readme = (BENCH / "README.md").read_text(encoding="utf-8")
     told = re.search(rf"^\| `bench/{script}` \| (.*) \|$", readme, re.MULTILINE)

@@ -13,7 +13,7 @@ from strawflow.testing.invariants import check_exactly_once
 from strawflow.testing.runs import small_run
 from strawflow_workers.assemble.groups import Group
 from strawflow_workers.assemble.packing import build_batch
-from strawflow_workers.trainer.loop import to_mini_batches
+from strawflow_workers.trainer.team import to_mini_batches
 
 
 def long_member(unit_id: int, member: int, version: str, num_tokens: int) -> Member:

@@ -35,7 +35,7 @@ from strawflow.store import Store
 from strawflow_workers.rollout.sglang_client import GenerateRequest, request_body
 from strawflow_workers.rollout.sglang_server import SglangOptions, launch_environment
 from strawflow_workers.rollout.tokens import PromptTokenizer
-from strawflow_workers.trainer.loop import to_mini_batches
+from strawflow_workers.trainer.team import to_mini_batches
 from tests.integration import own_hooks, rollout_runs
 from tests.integration.rollout_runs import NUM_SAMPLES, NUM_UNITS, Worker, completed, trainer_of
 from tests.integration.test_hooks import units_of

@@ -21,6 +21,7 @@ from strawflow.config import (
 )
 from strawflow.errors import ConfigError
 from strawflow.eval_datasets import EvalDataset
+from strawflow.native import Role, Roles
 from strawflow.prompt_sets import PromptSet
 from strawflow.topology import Topology
 
@@ -115,11 +116,15 @@ def another(name: str, default: Any) -> tuple[str, Any]:
         "algorithm.kl_estimator": "k2",
         "assemble.failed_member": "drop-group",
         "assemble.stale": "mask",
+        "trainer.profile_steps": "10:12",
     }
     if name == "rollout.stop_token_ids":
         return "[5, 7]", (5, 7)
     if name == "data.prompts":
         return "sums.jsonl:2", (PromptSet(name="sums", path="sums.jsonl", weight=2.0),)
+    if name == "trainer.roles":
+        given = {"actor": {"overrides": {"bucket_size": 7}}}
+        return json.dumps(given), Roles(actor=Role(overrides={"bucket_size": 7}))
     if name == "rollout.topology":
         tree = {"models": [{"name": "policy", "server_groups": [{"count": 2}]}]}
         return json.dumps(tree), Topology.model_validate(tree)

@@ -71,6 +71,8 @@ def _parser() -> argparse.ArgumentParser:
         worker.add_argument("--die-with-parent", type=int, metavar="PID", help="end when this parent does")
         if verb == "rollout":
             worker.add_argument("--engine-url", help="use this running engine instead of starting one")
+        if verb == "train":
+            worker.add_argument("--native", nargs=argparse.REMAINDER, default=[], metavar="MEGATRON_FLAG")
         if verb in ("rollout", "engine"):
             worker.add_argument(
                 "--slot", type=int, metavar="ID", help="be the worker of this engine of the run"
@@ -92,6 +94,11 @@ def _parser() -> argparse.ArgumentParser:
         flags.add_argument(
             "--check", nargs=argparse.REMAINDER, help="arguments to check instead of listing all"
         )
+    native = verbs.add_parser("megatron-flags")
+    native.add_argument("--json", action="store_true")
+    native.add_argument(
+        "--check", action="store_true", help="check a configuration and flags given as JSON on stdin"
+    )
     reward = verbs.add_parser("reward")
     reward.add_argument("spec")
     reward.add_argument("--file", type=Path, required=True)
@@ -115,6 +122,7 @@ def _parser() -> argparse.ArgumentParser:
     quickstart.add_argument("--threads", type=int, default=1)
     quickstart.add_argument("--fresh", action="store_true")
     quickstart.add_argument("--json", action="store_true")
+    quickstart.add_argument("--native", nargs=argparse.REMAINDER, default=[], metavar="MEGATRON_FLAG")
     return parser
 
 
@@ -165,6 +173,13 @@ def _train(arguments: argparse.Namespace) -> int:
 
         TrainerLoop(session, drain).run()
 
+    if arguments.native:
+        from strawflow.flow.run import open_run
+        from strawflow_workers.trainer.native_flags import require_same
+
+        run = open_run(arguments.run)
+        run.close()
+        require_same(run.config, arguments.native)
     return _as_ranks(arguments.run, lambda: _work("train", arguments, work))
 
 
@@ -217,6 +232,12 @@ def _flags(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _megatron_flags(arguments: argparse.Namespace) -> int:
+    from strawflow_workers.trainer import native_flags
+
+    return native_flags.command(check=arguments.check, as_json=arguments.json)
+
+
 def _reward(arguments: argparse.Namespace) -> int:
     from strawflow_workers.rollout.rewards.check import check_command
     from strawflow_workers.rollout.rewards.scorer import ScorerOptions
@@ -256,6 +277,7 @@ VERBS: dict[str, Callable[[argparse.Namespace], int]] = {
     "replay": _replay,
     "sglang-flags": _flags,
     "router-flags": _flags,
+    "megatron-flags": _megatron_flags,
     "reward": _reward,
     "hook": _hook,
     "quickstart": _quickstart,

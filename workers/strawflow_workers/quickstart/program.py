@@ -86,6 +86,10 @@ def quickstart(arguments: argparse.Namespace) -> int:
         num_held_out=scale.num_held_out,
     )
     config = quickstart_config(settings, steps=arguments.steps or scale.steps, threads=arguments.threads)
+    if arguments.native:
+        from strawflow_workers.trainer.native_flags import checked_apart
+
+        config = checked_apart(config, arguments.native)
     asked = (json.dumps(settings.__dict__) + "\n").encode()
     run = create_run(root, config, fresh=arguments.fresh, files={QUICKSTART_FILE: asked})
     if not arguments.json:

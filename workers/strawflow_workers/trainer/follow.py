@@ -13,7 +13,7 @@ from typing import Any
 from strawflow.errors import IllegalTransitionError
 from strawflow.flow.run import open_run
 from strawflow.packs.reader import PackReader
-from strawflow_workers.trainer.loop import Team
+from strawflow_workers.trainer.team import Team
 
 
 def follow(root: Path) -> int:

@@ -34,29 +34,29 @@ from torch import Tensor
 from strawflow.config_algorithm import is_hook
 from strawflow.config_parallel import ParallelSection
 from strawflow.errors import ConfigError, InvalidInputError
-from strawflow_workers.trainer import checkpoints, device, forward, objective, sharding, state
+from strawflow_workers.trainer import checkpoints, configurations, device, forward, objective, sharding, state
 from strawflow_workers.trainer.batches import MiniBatch, PackedMicroBatch, StepMetrics, TrainSettings
 from strawflow_workers.trainer.columns import LogProbs, Models, with_columns
+from strawflow_workers.trainer.configurations import ONE_PROCESS
 from strawflow_workers.trainer.context import Share
 from strawflow_workers.trainer.frozen import FrozenModel
 from strawflow_workers.trainer.model import (
-    ONE_PROCESS,
     build_model,
     export_weights,
     hf_tensors,
     load_weights,
     read_hf_config,
 )
+from strawflow_workers.trainer.native_settings import NOTHING_GIVEN, NativeSettings
 from strawflow_workers.trainer.ranks import from_last_stage, join_ranks
 
 with device.importing_megatron():
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.distributed import (
         DistributedDataParallel,
-        DistributedDataParallelConfig,
         finalize_model_grads,
     )
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer import get_megatron_optimizer
     from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
     from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -87,13 +87,17 @@ class MegatronTrainer:
         seed: int,
         threads: int = 1,
         parallel: ParallelSection = ONE_PROCESS,
+        native: NativeSettings = NOTHING_GIVEN,
     ) -> None:
         """Build this rank's part of the model from a Hugging Face directory (config, weights, tokenizer files).
 
+        `native` are Megatron's own settings that lie over ours.
+
         Raises:
             NotFoundError, ConfigError, InvalidInputError: the directory is incomplete or describes something
-            unsupported.
+            unsupported, or Megatron refuses a given setting.
         """
+        self._native = native
         self.settings = settings
         self.stage = 0
         self._hf_dir, self._hf, self._seed = Path(hf_dir), read_hf_config(Path(hf_dir)), seed
@@ -102,9 +106,9 @@ class MegatronTrainer:
         with device.trainer_device():
             self.ranks = join_ranks(parallel)
             _seed_generators(seed)
-            self._core = build_model(self._hf, parallel)
+            self._core = build_model(self._hf, parallel, native)
             load_weights(self._core, self._hf, self._hf_dir)
-            self._model = _data_parallel(self._core, parallel)
+            self._model = _data_parallel(self._core, parallel, native)
             self._frozen: dict[str, FrozenModel] = {}
             self._begin(settings)
         self._share = _share(parallel, vocabulary=int(self._hf["vocab_size"]))
@@ -121,7 +125,8 @@ class MegatronTrainer:
         objective.require_loss(settings)
         _refuse_split_sequences(settings, self._parallel)
         self._models = self._models_for(settings)
-        self._optimizer = _make_optimizer(settings, self._model, self._parallel)
+        config = configurations.optimizer(settings, self._native, self._parallel)
+        self._optimizer = _make_optimizer(config, self._model)
         self._schedule = _make_schedule(settings, self._optimizer)
 
     @property
@@ -220,7 +225,7 @@ class MegatronTrainer:
 
     def _finish_gathering(self) -> None:
         """Have every rank hold the updated weights now: with overlap they are gathered by the next forward pass."""
-        if self._parallel.overlap_param_gather:
+        if self._model.ddp_config.overlap_param_gather:
             self._model.start_param_sync(force_sync=True)
 
     def export_hf(self, out_dir: Path) -> str:
@@ -374,19 +379,14 @@ def _share(parallel: ParallelSection, *, vocabulary: int) -> Share:
     )
 
 
-def _data_parallel(core: Any, parallel: ParallelSection) -> Any:
+def _data_parallel(core: Any, parallel: ParallelSection, native: NativeSettings) -> Any:
     """Wrap the model so that gradients gather in contiguous fp32 buffers and are summed over data-parallel
     ranks."""
-    config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
-        use_distributed_optimizer=parallel.distributed_optimizer,
-        overlap_grad_reduce=parallel.overlap_grad_reduce,
-        overlap_param_gather=parallel.overlap_param_gather,
-    )
     wrapped = Float16Module(core.config, core) if parallel.precision == "bf16" else core
+    config = configurations.gradient_buffers(native, parallel)
     model = DistributedDataParallel(core.config, config, wrapped)
     core.config.finalize_model_grads_func = _finalize_by_planned_denominator
-    if parallel.overlap_grad_reduce:
+    if config.overlap_grad_reduce:
         core.config.no_sync_func = model.no_sync  # gradients travel with the last micro-batch, not with each
     return model
 
@@ -397,21 +397,7 @@ def _finalize_by_planned_denominator(model: list[Any], _num_tokens: Tensor | Non
     finalize_model_grads(model, None, **options)
 
 
-def _make_optimizer(settings: TrainSettings, model: Any, parallel: ParallelSection) -> Any:
-    beta1, beta2 = settings.betas
-    config = OptimizerConfig(
-        optimizer="adam",
-        lr=settings.lr,
-        weight_decay=settings.weight_decay,
-        adam_beta1=beta1,
-        adam_beta2=beta2,
-        adam_eps=settings.eps,
-        clip_grad=settings.clip_grad,
-        params_dtype=torch.bfloat16 if parallel.precision == "bf16" else torch.float32,
-        bf16=parallel.precision == "bf16",
-        use_distributed_optimizer=parallel.distributed_optimizer,
-        overlap_param_gather=parallel.overlap_param_gather,
-    )
+def _make_optimizer(config: Any, model: Any) -> Any:
     with device.without_megatron_warnings():
         return get_megatron_optimizer(config, [model])
 

@@ -19,22 +19,21 @@ import torch
 from torch import Tensor
 
 from strawflow.config_parallel import ParallelSection
-from strawflow.errors import ConfigError, InvalidInputError, NotFoundError
-from strawflow_workers.trainer import device, sharding
+from strawflow.errors import InvalidInputError, NotFoundError
+from strawflow_workers.trainer import configurations, device, sharding
 from strawflow_workers.trainer.attention import PackedCausalAttention
 from strawflow_workers.trainer.checkpoints import TensorsDigest
+from strawflow_workers.trainer.configurations import ONE_PROCESS
 from strawflow_workers.trainer.convert import family_of
 from strawflow_workers.trainer.convert.stored import Kind, StoredWeights, hf_tensors_of, write_tensors
 from strawflow_workers.trainer.layer_specs import block_spec
+from strawflow_workers.trainer.native_settings import NOTHING_GIVEN, NativeSettings
 from strawflow_workers.trainer.ranks import Ranks
 from strawflow_workers.trainer.shared_norm import with_shared_norms
 
 with device.importing_megatron():
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
-
-ONE_PROCESS = ParallelSection()
 
 
 def read_hf_config(hf_dir: Path) -> dict[str, Any]:
@@ -50,34 +49,20 @@ def read_hf_config(hf_dir: Path) -> dict[str, Any]:
     return config
 
 
-def build_model(hf: Mapping[str, Any], parallel: ParallelSection = ONE_PROCESS) -> GPTModel:
+def build_model(
+    hf: Mapping[str, Any], parallel: ParallelSection = ONE_PROCESS, native: NativeSettings = NOTHING_GIVEN
+) -> GPTModel:
     """Build this rank's part of the model that a Hugging Face configuration describes, with unset weights, on this
     process's device.
 
+    `native` are Megatron's own settings that the run gives.
+
     Raises:
-        ConfigError: the architecture is not supported, or its shapes cannot be shared by so many ranks.
+        ConfigError: the architecture is not supported, its shapes cannot be shared by so many ranks, or Megatron refuses a
+            given setting.
     """
     family = family_of(hf)
-    on_cuda = device.target().type == "cuda"
-    dtype = torch.bfloat16 if parallel.precision == "bf16" else torch.float32
-    architecture = family.config_fields(hf)
-    _check_shapes(architecture, parallel)
-    make_config = MLATransformerConfig if architecture.get("multi_latent_attention") else TransformerConfig
-    config = make_config(
-        **architecture,
-        params_dtype=dtype,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        masked_softmax_fusion=False,
-        perform_initialization=False,
-        use_cpu_initialization=not on_cuda,
-        # Megatron's deterministic embedding is for CUDA; the CPU's ordinary one is deterministic and faster.
-        deterministic_mode=on_cuda,
-        # Sums over tokens, not means of means: data-parallel ranks add their gradients.
-        calculate_per_token_loss=True,
-        cuda_graph_scope=[],  # what its default becomes, without the warning
-        **_parallel_fields(parallel, dtype),
-    )
+    config = configurations.transformer(hf, native, parallel)
     fields = family.model_fields(hf)
     fields["vocab_size"] = sharding.padded_vocabulary(fields["vocab_size"], parallel.tensor)
     with device.without_megatron_warnings():
@@ -98,56 +83,6 @@ def build_model(hf: Mapping[str, Any], parallel: ParallelSection = ONE_PROCESS) 
     if parallel.tensor > 1:
         sharding.mark_shards(model)
     return model.to(device.target())  # torch's norms and Megatron's routers are made on the CPU anywhere
-
-
-def _parallel_fields(parallel: ParallelSection, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the fields of Megatron's TransformerConfig that say how the model is spread and what is recomputed."""
-    fields: dict[str, Any] = {
-        "tensor_model_parallel_size": parallel.tensor,
-        "pipeline_model_parallel_size": parallel.pipeline,
-        "context_parallel_size": parallel.context,
-        "sequence_parallel": parallel.sequence,
-    }
-    if parallel.pipeline > 1:
-        # Packed micro-batches differ in length: stages tell each other the shape first. Megatron refuses that with its
-        # default dispatcher of experts, even where there are none.
-        fields |= {
-            "pipeline_dtype": dtype,
-            "variable_seq_lengths": True,
-            "moe_token_dispatcher_type": "alltoall",
-        }
-    if parallel.precision == "bf16":
-        fields["bf16"] = True
-    match parallel.recompute:
-        case "selective":
-            fields["recompute_granularity"] = "selective"
-        case "full":
-            fields |= {
-                "recompute_granularity": "full",
-                "recompute_method": "uniform",
-                "recompute_num_layers": 1,
-            }
-    return fields
-
-
-def _check_shapes(architecture: Mapping[str, Any], parallel: ParallelSection) -> None:
-    is_special = bool(architecture.get("num_moe_experts") or architecture.get("multi_latent_attention"))
-    if is_special and parallel.ranks_of_a_replica > 1:
-        raise ConfigError(
-            "parallel.tensor, pipeline and context: models with experts or latent attention are trained with data parallelism "
-            "alone so far; set them to 1"
-        )
-    shared = {
-        "tensor": ("num_attention_heads", "num_query_groups", "ffn_hidden_size"),
-        "pipeline": ("num_layers",),
-    }
-    for axis, names in shared.items():
-        num = getattr(parallel, axis)
-        for name in names:
-            if (architecture.get(name) or 0) % num:
-                raise ConfigError(
-                    f"parallel.{axis} {num}: the model has {name} {architecture[name]}, which {num} ranks cannot share equally"
-                )
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ from strawflow.flow import consume, history
 from strawflow.flow.run import Run, open_run
 from strawflow.index.checkpoints import Checkpoint
 from strawflow.packs.reader import PackReader
-from strawflow_workers.trainer.loop import Team
+from strawflow_workers.trainer.team import Team
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def replay(run: Run, *, from_step: int | None = None, to_step: int | None = None
             raise NotFoundError(
                 f"{run.root} holds no batch of step {step}; it has {stored[0]} to {stored[-1]}"
             )
-        metrics = team.train(batch, recorded=recorded.get(step))
+        metrics = team.train(batch, team.read(batch), recorded=recorded.get(step))
         checkpoint = checkpoints.get(step)
         yield ReplayedStep(
             step=step,

@@ -18,14 +18,12 @@ import pyarrow as pa
 from strawflow.errors import ConfigError, WorkerFailedError
 from strawflow.flow import consume, history
 from strawflow.flow.session import WorkerSession
-from strawflow.index.batches import Batch, MicroBatchPlace
+from strawflow.index.batches import Batch
 from strawflow_workers.trainer import guard
-from strawflow_workers.trainer.batches import MiniBatch
+from strawflow_workers.trainer.batch_facts import BatchContent
 from strawflow_workers.trainer.megatron import MegatronTrainer
 
 log = logging.getLogger(__name__)
-
-Rows = Sequence[tuple[MicroBatchPlace, pa.RecordBatch]]
 
 
 class Watch:
@@ -45,16 +43,19 @@ class Watch:
         self.recorded: dict[int, dict[str, Any]] = {s["step"]: s for s in steps if s["step"] > after_step}
         """Metrics of the steps after `after_step` that were trained before, by step."""
 
-    def before(self, batch: Batch, rows: Rows, mini_batches: Sequence[MiniBatch]) -> None:
+    def before(self, batch: Batch, content: BatchContent) -> None:
         """Look at the first micro-batch before anything of the batch is trained, where the run stops for a disagreement.
 
         Raises:
             WorkerFailedError: engine and trainer differ by more than the bounds.
         """
-        if self._guard.agreement != "stop" or not self._is_compared or batch.objective != "grpo" or not rows:
+        is_asked = self._guard.agreement == "stop" and self._is_compared
+        if not is_asked or batch.objective != "grpo" or not content.rows:
             return
-        versions = np.asarray(rows[0][1].column("version_steps").flatten())
-        gaps = guard.probe(mini_batches[0].micro_batches[0], versions, batch.step, self._trainer.logprobs)
+        versions = np.asarray(content.rows[0][1].column("version_steps").flatten())
+        gaps = guard.probe(
+            content.mini_batches[0].micro_batches[0], versions, batch.step, self._trainer.logprobs
+        )
         if (told := guard.disagreement(*gaps, self._bounds)) is not None:
             self._tell(
                 "step.disagreement", step=batch.step, batch_id=batch.batch_id, told=told, trained=False
@@ -71,9 +72,7 @@ class Watch:
             return None
         return guard.disagreement(metrics["logprob_gap_mean"], metrics["logprob_gap_max"], self._bounds)
 
-    def after(
-        self, batch: Batch, rows: Rows, mini_batches: Sequence[MiniBatch], metrics: dict[str, Any]
-    ) -> None:
+    def after(self, batch: Batch, content: BatchContent, metrics: dict[str, Any]) -> None:
         """Tell what went wrong in a step that is recorded.
 
         Raises:
@@ -86,12 +85,12 @@ class Watch:
         before = self.recorded.get(batch.step)
         if not metrics["left_out"] or (before is not None and before.get("batch_digest") == batch.digest):
             return
-        worst = self._worst(rows, mini_batches, metrics["left_out"])
+        worst = self._worst(content, metrics["left_out"])
         facts = {"left_out": list(metrics["left_out"]), "policy": self._guard.on_left_out}
         told = "; ".join(guard.named(record) for record in worst)
         self._tell("step.left_out", step=batch.step, batch_id=batch.batch_id, **facts, worst=_storable(worst))
         message = (
-            f"step {batch.step}, batch {batch.batch_id}: {len(metrics['left_out'])} of {len(mini_batches)} updates were not "
+            f"step {batch.step}, batch {batch.batch_id}: {len(metrics['left_out'])} of {len(content.mini_batches)} updates were not "
             f"applied (not finite, or too large). Worst sequences: {told or 'not looked for with several ranks'}"
         )
         log.warning("%s", message)
@@ -100,13 +99,11 @@ class Watch:
                 f"{message}. Look at them with `strawflow unit show`; the next start goes on without these updates"
             )
 
-    def _worst(
-        self, rows: Rows, mini_batches: Sequence[MiniBatch], left_out: Sequence[int]
-    ) -> list[dict[str, Any]]:
+    def _worst(self, content: BatchContent, left_out: Sequence[int]) -> list[dict[str, Any]]:
         if self._trainer.ranks.size > 1:
             return []  # all ranks would have to tell the log-probabilities together
         packed: dict[int, list[pa.RecordBatch]] = {}
-        for place, of_micro in rows:
+        for place, of_micro in content.rows:
             packed.setdefault(place.mini_batch, []).append(of_micro)
         # An update's place among those of the step is not its number where a mini-batch has no rows.
         parts = [packed[number] for number in sorted(packed)]
@@ -115,7 +112,7 @@ class Watch:
             [
                 record
                 for at in left_out
-                for of_micro, micro in zip(parts[at], mini_batches[at].micro_batches, strict=True)
+                for of_micro, micro in zip(parts[at], content.mini_batches[at].micro_batches, strict=True)
                 for record in guard.worst_sequences(of_micro, micro, settings, logprobs)
             ]
         )
