@@ -20,7 +20,7 @@ def test_a_message_comes_back_as_it_was_told() -> None:
 def test_a_message_with_payload_is_refused() -> None:
     room = MAX_MESSAGE_BYTES - len(_encoded({"tokens": ""}))
     assert len(_encoded({"tokens": "x" * room})) == MAX_MESSAGE_BYTES
-    with pytest.raises(InvalidInputError, match="65537 bytes.*never payload"):
+    with pytest.raises(InvalidInputError, match=r"65537 bytes.*never payload"):
         _encoded({"tokens": "x" * (room + 1)})
 
 
