@@ -13,6 +13,7 @@ from strawflow.index.units import Unit
 from strawflow.states import UnitState
 from strawflow_workers.assemble.groups import Group, is_usable, min_group_size
 from strawflow_workers.assemble.packing import build_batch
+from strawflow_workers.rollout.hooks.converted import Shaped
 from strawflow_workers.rollout.hooks.load_algorithm import AlgorithmHooks, checked_advantage
 
 
@@ -292,6 +293,14 @@ def test_a_group_with_fewer_members_is_normalised_with_the_others() -> None:
         (3, 1): pytest.approx(low),
         (3, 2): pytest.approx(high),
     }
+
+
+def test_segments_that_a_hook_left_out_do_not_count_in_the_normalisation() -> None:
+    # tokens 3 of reward 1, and of reward 0 those of its first segment alone: mean 1/2, deviation 1/2
+    group = of_segments(1, [1.0, 0.0], [1, 3])
+    group.shaped = Shaped(group.rows, left_out=frozenset({(1, 1), (1, 2)}))
+    rows = with_algorithm([group], advantage="reinforce_pp").plan.to_pylist()
+    assert {r["member"]: r["advantage"] for r in rows} == {0: pytest.approx(1.0), 1: pytest.approx(-1.0)}
 
 
 def weights_of(plan: Any) -> dict[tuple[int, int, int], float | None]:

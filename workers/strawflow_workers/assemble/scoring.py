@@ -81,7 +81,7 @@ def _estimate(
             kept = of_group if name == "reward" else np.zeros_like(of_group)
             group.advantages = np.where(group.valid, kept, 0.0).astype(np.float32)
         return [False] * len(groups)
-    counts = [np.array([sum(num_trained(row) for row in rows) for rows in group.members]) for group in groups]
+    counts = [_num_tokens(group, num_trained) for group in groups]
     found, without_signal = estimators.reinforce_pp_advantages(
         _padded(rewards),
         _padded([group.valid for group in groups]).astype(np.bool_),
@@ -116,6 +116,15 @@ def _rewards(group: Group, config: RunConfig) -> npt.NDArray[np.float64]:
         buffer=algorithm.overlong_buffer,
         penalty=algorithm.overlong_penalty,
     )
+
+
+def _num_tokens(group: Group, num_trained: CountTrained) -> npt.NDArray[np.int64]:
+    """Return the trained tokens of each member; segments that a hook left out are not trained."""
+    kept = [
+        [row for row in rows if (row["member"], row["segment"]) not in group.left_out]
+        for rows in group.members
+    ]
+    return np.array([sum(num_trained(row) for row in rows) for rows in kept], np.int64)
 
 
 def _padded(rows: Sequence[npt.NDArray[Any]]) -> npt.NDArray[np.float64]:

@@ -9,6 +9,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import numpy.typing as npt
 
@@ -254,7 +256,8 @@ def penalised(
         coefficient: beta.
     """
     counted = np.where(trained, divergences, 0.0).astype(np.float64)
-    total = np.concatenate([[0.0], np.cumsum(counted)])
-    ends = np.repeat(boundaries[1:], np.diff(boundaries))
-    from_here = total[ends] - total[:-1]
+    # Sequence by sequence: a running sum over the pack would round by what else lies in it.
+    from_here = np.concatenate(
+        [counted[start:end][::-1].cumsum()[::-1] for start, end in itertools.pairwise(boundaries)]
+    )
     return np.where(trained, advantages - coefficient * from_here, advantages).astype(np.float32)
