@@ -33,8 +33,8 @@ from strawflow_workers.trainer import checkpoints, device, forward, state
 from strawflow_workers.trainer.batches import MiniBatch, PackedMicroBatch, StepMetrics, TrainSettings
 from strawflow_workers.trainer.model import (
     build_model,
+    each_hf_tensor,
     export_weights,
-    hf_tensors,
     load_weights,
     read_hf_config,
 )
@@ -128,7 +128,10 @@ class MegatronTrainer:
 
     def weights_digest(self) -> str:
         """Return the digest that `export_hf` would return."""
-        return checkpoints.tensors_digest(hf_tensors(self._model.module, self._hf))
+        digest = checkpoints.TensorsDigest()
+        for name, tensor in each_hf_tensor(self._model.module, self._hf):
+            digest.add(name, tensor)
+        return digest.hexdigest()
 
     def export_hf(self, out_dir: Path) -> str:
         """Write the weights as a new Hugging Face directory, durable when this returns; return the digest of

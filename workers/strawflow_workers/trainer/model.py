@@ -2,7 +2,7 @@
 out.
 
 1. Architecture and weights come from the directory alone; nothing is initialised at random.
-2. What `hf_tensors` gives is what `load_weights` took, bit for bit, until training changes it.
+2. What `each_hf_tensor` gives is what `load_weights` took, bit for bit, until training changes it.
 3. Parameters are fp32; a checkpoint in another type is widened on the way in and narrowed on the way out, each tensor to the
    type it had.
 4. Pipeline and tensor parallelism are refused for now; translation of names and layouts lies in `convert`.
@@ -127,18 +127,21 @@ def load_weights(model: GPTModel, hf: Mapping[str, Any], hf_dir: Path) -> None:
 
 
 @torch.no_grad()
-def hf_tensors(model: GPTModel, hf: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the weights by their Hugging Face names, in the order of these, contiguous, on the CPU, in the types they were
-    loaded in."""
-    return dict(each_hf_tensor(model, hf))
-
-
-@torch.no_grad()
 def each_hf_tensor(model: GPTModel, hf: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """Yield what `hf_tensors` returns, one by one: no more than the parts of one Megatron tensor are held."""
+    """Yield the weights by their Hugging Face names, in the order of these, contiguous, on the CPU, in the types they were
+    loaded in. Each is good until the next is asked for, and may be the model's own: no more than the parts of one Megatron
+    tensor are held, and fresh memory for each would cost more than filling it."""
     weights, kinds = weights_of(model), hf_kinds(model)
+    buffer = torch.empty(0, dtype=torch.uint8)
     for hf_name, part in hf_tensors_of(family_of(hf), hf, weights, weights.__getitem__):
-        yield hf_name, part.to(device="cpu", dtype=kinds[hf_name][0]).contiguous()
+        dtype, shape = kinds[hf_name][0], part.shape
+        if part.dtype == dtype and part.device.type == "cpu" and part.is_contiguous():
+            yield hf_name, part
+            continue
+        num_bytes = part.numel() * dtype.itemsize
+        if buffer.numel() < num_bytes:
+            buffer = torch.empty(num_bytes, dtype=torch.uint8)
+        yield hf_name, buffer[:num_bytes].view(dtype).view(shape).copy_(part)
 
 
 @torch.no_grad()
