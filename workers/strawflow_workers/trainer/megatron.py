@@ -42,6 +42,7 @@ from strawflow_workers.trainer.context import Share
 from strawflow_workers.trainer.frozen import FrozenModel
 from strawflow_workers.trainer.model import (
     build_model,
+    each_hf_tensor,
     export_weights,
     hf_tensors,
     load_weights,
@@ -217,11 +218,13 @@ class MegatronTrainer:
 
     def weights_digest(self) -> str:
         """Return the digest that `export_hf` would return: on rank 0; it says nothing on the others."""
-        return checkpoints.tensors_digest(self._hf_tensors())
-
-    def _hf_tensors(self) -> dict[str, Tensor]:
         self._finish_gathering()
-        return hf_tensors(self._core, self._hf, self.ranks)
+        if self.ranks.size > 1:
+            return checkpoints.tensors_digest(hf_tensors(self._core, self._hf, self.ranks))
+        digest = checkpoints.TensorsDigest()
+        for name, tensor in each_hf_tensor(self._core, self._hf):
+            digest.add(name, tensor)
+        return digest.hexdigest()
 
     def _finish_gathering(self) -> None:
         """Have every rank hold the updated weights now: with overlap they are gathered by the next forward pass."""
