@@ -14,7 +14,7 @@ from strawflow.flow.run import Run
 from strawflow.flow.session import WorkerSession
 from strawflow.testing.runs import small_run
 from strawflow_workers.drain import Drain
-from strawflow_workers.trainer import loop
+from strawflow_workers.trainer import loop, team
 from tests.integration.megatron_cases import make_hf
 
 SEQUENCE_TOKENS = (5, 6)
@@ -49,14 +49,14 @@ def stored_batches(folder: Path, *, steps: int, settings: Mapping[str, str] | No
 def train(run: Run, monkeypatch: pytest.MonkeyPatch, *, drain_after: int = 0) -> None:
     """Train as a worker does, to the end or until a drain that is asked for while step `drain_after` is trained."""
     drain = Drain()
-    real = loop.apply_batch
+    real = team.apply_batch
 
-    def applied(trainer, config, batch, mini_batches):  # type: ignore[no-untyped-def]
-        metrics = real(trainer, config, batch, mini_batches)
+    def applied(trainer, config, batch, mini_batches, *, left_out=None):  # type: ignore[no-untyped-def]
+        metrics = real(trainer, config, batch, mini_batches, left_out=left_out)
         if batch.step == drain_after:
             drain.request()
         return metrics
 
     with monkeypatch.context() as patched, WorkerSession(run, "train") as session:
-        patched.setattr(loop, "apply_batch", applied)
+        patched.setattr(team, "apply_batch", applied)
         loop.TrainerLoop(session, drain).run()

@@ -20,10 +20,12 @@ from strawflow.flow.status import snapshot
 from strawflow.index import events
 from strawflow.packs.reader import PackReader
 from strawflow_workers.drain import Drain
+from strawflow_workers.trainer.batch_facts import BatchContent, BatchFacts
 from strawflow_workers.trainer.batches import MiniBatch
-from strawflow_workers.trainer.loop import TrainerLoop, stage_settings, to_mini_batches
+from strawflow_workers.trainer.loop import TrainerLoop
 from strawflow_workers.trainer.megatron import MegatronTrainer
 from strawflow_workers.trainer.replay import replay
+from strawflow_workers.trainer.team import stage_settings, to_mini_batches
 from strawflow_workers.trainer.watch import Watch
 from tests.integration.rollout_runs import Worker
 from tests.integration.test_stale_groups import assembler
@@ -111,20 +113,21 @@ def the_disagreement_of_a_real_engine_would_be_told(run: Run) -> None:
         )
         for mini in mini_batches
     ]
+    whole, agreeing = (BatchContent(rows, minis, BatchFacts(1)) for minis in (mini_batches, own))
     with WorkerSession(watched("stop"), "train") as session:
         watch = Watch(session, trainer)
-        watch.before(batch, rows, own)
+        watch.before(batch, agreeing)
         with pytest.raises(
             WorkerFailedError,
             match=r"step 1 is not trained: mean log-probability gap \S+ above 0.001, largest .* in its first micro-batch",
         ):
-            watch.before(batch, rows, mini_batches)
+            watch.before(batch, whole)
         told = watch.disagreement(batch, {"logprob_gap_mean": 0.5, "logprob_gap_max": 0.05})
         assert told == "mean log-probability gap 0.5 above 0.001"
         assert watch.disagreement(replace(batch, max_staleness=1), {}) is None
-        watch.after(batch, rows, own, {"disagreement": told, "left_out": ()})
+        watch.after(batch, agreeing, {"disagreement": told, "left_out": ()})
     with WorkerSession(watched("warn"), "train") as session:
-        Watch(session, trainer).before(batch, rows, mini_batches)
+        Watch(session, trainer).before(batch, whole)
     with WorkerSession(run, "train") as session:
         assert Watch(session, trainer).disagreement(batch, {}) is None, "the fake engine is not judged"
     with run.index.read() as connection:
