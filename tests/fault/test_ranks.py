@@ -16,6 +16,7 @@ from strawflow.flow import history
 from strawflow.flow.run import open_run
 from strawflow.testing.invariants import check_batches_unchanged, check_exactly_once
 from tests.fault.kill_run import SupervisedRun, make_run, num_planned, processes_of, wait_until
+from tests.integration.parallel_cases import ranks_running
 
 pytestmark = pytest.mark.alone
 
@@ -89,6 +90,11 @@ def check_kept_and_replayed(root: Path) -> None:
     before = kept[-2].step
     later = replayed(root, "--from-step", str(before + 1))
     assert [step["state_equal"] for step in later if step["state_equal"] is not None][-1] is True
+    # A launcher's two processes replay it as well: both find nothing that differs.
+    with ranks_running(
+        2, "strawflow_workers.entry", "replay", str(root), "--from-step", str(before + 1)
+    ) as ranks:
+        assert [process.wait(timeout=120) for process in ranks] == [0, 0]
     manifest = json.loads((root / kept[-1].path / "manifest.json").read_text())
     assert manifest["world_size"] == 2
     assert {"rank-00000.safetensors", "rank-00001.safetensors"} <= manifest["files"].keys()
