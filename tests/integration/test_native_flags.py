@@ -107,6 +107,7 @@ def test_words_of_a_command_line_mean_values_of_the_fields_type(words: str, expe
             "--recompute-granularty full",
             "has a flag --recompute-granularty; did you mean --recompute-granularity",
         ),
+        ("--max-stalenes 2", "has a flag --max-stalenes; did you mean --max-staleness?"),
         ("--recompute-granularity half", "--recompute-granularity takes full | selective | none, not 'half'"),
         ("--recompute-num-layers two", "--recompute-num-layers takes whole number | none, not 'two'"),
         ("--recompute-num-layers 1 2", "takes one value"),
@@ -117,7 +118,10 @@ def test_words_of_a_command_line_mean_values_of_the_fields_type(words: str, expe
         ("--hidden-size 8", "--hidden-size cannot be set: config.json of the model decides it"),
         ("--lr 1", "--lr cannot be set: it is a setting of strawflow's: --trainer.lr"),
         ("--calculate-per-token-loss", "the denominator of an update is planned"),
-        ("--timers x", "--timers (ModelParallelConfig) cannot be given as a flag: no command line can say a function"),
+        (
+            "--timers x",
+            "--timers (ModelParallelConfig) cannot be given as a flag: no command line can say a function",
+        ),
     ],
 )
 def test_words_that_do_not_fit_are_refused_with_the_flag_and_what_it_takes(words: str, message: str) -> None:
