@@ -94,6 +94,19 @@ def short_names() -> dict[str, str]:
     return {short: name for short, name in zip(shorts, names, strict=True) if counts[short] == 1}
 
 
+def refuse_shared_names(arguments: Sequence[str]) -> None:
+    """Refuse a flag that leaves out the section of a field which several sections have.
+
+    Raises:
+        InvalidInputError: names the sections to choose from.
+    """
+    for word in arguments:
+        name = word.partition("=")[0].removeprefix("--").replace("-", "_")
+        known = [field.name for field in field_helps() if field.name.partition(".")[2] == name]
+        if word.startswith("--") and len(known) > 1:
+            raise InvalidInputError(f"--{name}: several sections have it; write --{' or --'.join(known)}")
+
+
 @dataclass(frozen=True)
 class FieldHelp:
     """One configuration field as help shows it."""

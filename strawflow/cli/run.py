@@ -17,6 +17,7 @@ from strawflow.cli.fields import (
     ROUTER_PREFIX,
     commented_toml,
     field_helps,
+    refuse_shared_names,
     split_engine_flags,
     split_field_flags,
 )
@@ -54,6 +55,7 @@ class CreateCommand(TyperCommand):
                 flags[field] = json.dumps(taken[field])
         ctx.meta[_FLAGS], ctx.meta[_OF_ENGINE] = flags, taken["rollout.engine_args"]
         ctx.meta[_NATIVE], rest = split_native_flags(rest, own=options_of(self))
+        refuse_shared_names(ctx.meta[_NATIVE])
         return super().parse_args(ctx, rest)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
@@ -155,9 +157,9 @@ def list_runs(
 
 @app.command()
 def show(run: RunArgument, as_json: JsonFlag = False) -> None:
-    """Show a run's settings: those that are not the default, and what its trainer makes of Megatron's.
+    """Show a run's settings, and what its trainer was built with.
 
-    As JSON: all of them, and every field of Megatron's configurations as the trainer was last built with it.
+    As text those that are not the default; as JSON all of them, and every field of Megatron's configurations as the trainer was last built with it.
     """
     from strawflow.cli import output
     from strawflow.flow.run import NATIVE_FILE

@@ -107,6 +107,7 @@ def test_words_of_a_command_line_mean_values_of_the_fields_type(words: str, expe
             "--recompute-granularty full",
             "has a flag --recompute-granularty; did you mean --recompute-granularity",
         ),
+        ("--max-stalenes 2", "has a flag --max-stalenes; did you mean --max-staleness?"),
         ("--recompute-granularity half", "--recompute-granularity takes full | selective | none, not 'half'"),
         ("--recompute-num-layers two", "--recompute-num-layers takes whole number | none, not 'two'"),
         ("--recompute-num-layers 1 2", "takes one value"),

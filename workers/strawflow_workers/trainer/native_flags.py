@@ -16,6 +16,7 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from strawflow.cli.fields import short_names
 from strawflow.config import RunConfig, TrainerSection
 from strawflow.errors import ConfigError
 from strawflow.native import Role, Roles
@@ -252,7 +253,8 @@ def _unknown(flag: str, flags: Mapping[str, Any]) -> str:
             return f"--{flag} ({one.configuration}) cannot be given as a flag: {one.reason}"
     if training_arguments.is_known(flag):
         return f"--{flag} is an argument of Megatron's own training program, whose loop strawflow replaces"
-    near = difflib.get_close_matches(flag, flags, n=1)
+    ours = (name.replace("_", "-") for name in short_names())
+    near = difflib.get_close_matches(flag, [*flags, *ours], n=1)
     hint = f"; did you mean --{near[0]}?" if near else ""
     return f"neither strawflow nor megatron-core {megatron_version.installed()} has a flag --{flag}{hint}"
 
