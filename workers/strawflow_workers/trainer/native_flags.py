@@ -17,7 +17,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from strawflow.cli.fields import short_names
-from strawflow.config import RunConfig, TrainerSection
+from strawflow.config import RunConfig
+from strawflow.config_trainer import TrainerSection
 from strawflow.errors import ConfigError
 from strawflow.native import Role, Roles
 

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
-from strawflow.config import profile_window
+from strawflow.config_trainer import profile_window
 
 log = logging.getLogger(__name__)
 
