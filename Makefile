@@ -4,6 +4,9 @@ BIN := .venv/bin
 ARGS ?=
 BENCHES := store index rollout trainer
 
+# Some images set it; every process of a test or a run would then compile all its modules anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help setup lint test test-long bench quickstart
 

@@ -89,7 +89,7 @@ has_compiler() {
 has_compiler || install_debian "a C compiler or Python's headers are missing" gcc libc6-dev python3-dev ||
     fail "a package of the lock cannot be built without them"
 
-# Modules are compiled when they are first imported, which most of them never are.
+# Modules are compiled when they are first imported, which most of them never are; those that every command imports here.
 install() { $VENV/bin/python -m pip --disable-pip-version-check --no-input install -qq --no-compile --no-deps "$@"; }
 
 torch=$(grep '^torch==' "$LOCK")
@@ -100,6 +100,9 @@ install --only-binary :all: ${STRAWFLOW_TORCH_INDEX:+--index-url "$STRAWFLOW_TOR
 say "installing $(grep -c '==' "$LOCK") pinned packages"
 install -r "$LOCK" || fail "pip could not install $LOCK"
 install --no-build-isolation -e . || fail "strawflow itself could not be installed"
+for package in alembic sqlalchemy mako pydantic typer click rich fsspec yaml; do
+    $VENV/bin/python -m compileall -q -j 0 $VENV/lib/python3.11/site-packages/$package >/dev/null || true
+done
 
 $VENV/bin/python -c 'import sys, torch; sys.exit(torch.version.cuda is not None)' ||
     fail "torch does not load or is a CUDA build; set STRAWFLOW_TORCH_INDEX to a registry with CPU builds and run again"

@@ -26,7 +26,11 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A run without a model; its trainer and a second consumer each committed two checkpoints of four groups."""
-    settings = {"run.durability": "process", "rollout.samples_per_prompt": 1}
+    settings = {
+        "run.durability": "process",
+        "rollout.samples_per_prompt": 1,
+        "algorithm.advantage": "reward",
+    }
     with strawflow.create(
         tmp_path / "own", prompts=[{"prompt": str(n)} for n in range(8)], settings=settings
     ) as store:

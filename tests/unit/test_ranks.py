@@ -7,7 +7,7 @@ import torch
 
 from strawflow.config_parallel import ParallelSection
 from strawflow.errors import ConfigError, InvalidInputError
-from strawflow_workers.trainer.model import _check_shapes
+from strawflow_workers.trainer.configurations import _check_shapes
 from strawflow_workers.trainer.ranks import MAX_MESSAGE_BYTES, _bytes, _decoded, _encoded
 from strawflow_workers.trainer.sharding import joined, padded_vocabulary, with_padding
 
