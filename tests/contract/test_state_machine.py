@@ -31,7 +31,7 @@ def machine(dialect: str, request: pytest.FixtureRequest) -> type[StoreMachine]:
     return PostgresMachine
 
 
-@pytest.mark.parametrize("dialect", ["sqlite", "postgresql"])
+@pytest.mark.parametrize("dialect", ["sqlite", pytest.param("postgresql", marks=pytest.mark.long)])
 def test_the_store_agrees_with_the_model(dialect: str, request: pytest.FixtureRequest) -> None:
     run_state_machine_as_test(machine(dialect, request), settings=SHORT)
 

@@ -61,7 +61,10 @@ def num_mixed(root: Path) -> int:
 PARTS = ["rollout", "engine", "train", "everything", "assemble"]
 
 
-@pytest.mark.parametrize(("times", "steps"), [(2, 30), pytest.param(4, 60, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("times", "steps"),
+    [(1, 15), pytest.param(2, 30, marks=pytest.mark.long), pytest.param(4, 60, marks=pytest.mark.long)],
+)
 def test_kills_at_random_instants_lose_and_repeat_nothing(tmp_path: Path, times: int, steps: int) -> None:
     root = tmp_path / "run"
     make_run(root, engine="fake", steps=steps, seed=1, engine_options={"delay-s": "0.05"}).close()
@@ -94,6 +97,7 @@ def test_ctrl_c_drains_every_worker_and_resume_goes_on(tmp_path: Path) -> None:
     check_finished(root, {})
 
 
+@pytest.mark.long
 def test_workers_told_to_end_or_stopped_by_others_are_replaced(tmp_path: Path) -> None:
     root = tmp_path / "run"
     make_run(root, steps=8, seed=7, **broken_off("park")).close()

@@ -59,6 +59,7 @@ def enqueue_in_a_process(folder: Path, *, num_bytes: int) -> tuple[int, int, int
     return num_rows, num_added, peak_kib * 1024
 
 
+@pytest.mark.long
 def test_a_file_of_300_mb_is_enqueued_within_300_mb_of_memory(tmp_path: Path) -> None:
     num_rows, num_added, peak = enqueue_in_a_process(tmp_path, num_bytes=300_000_000)
     assert num_added == num_rows

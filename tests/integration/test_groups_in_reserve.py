@@ -47,19 +47,21 @@ def leased(run: Run) -> int:
 def test_a_group_begins_while_the_results_of_another_are_stored(
     make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stores: list[tuple[float, float]] = []
-    begun: list[float] = []
+    num_stored, ahead = 0, 0
+    begun: list[UnitGenerator] = []
     really_complete, really_generate = complete.complete, UnitGenerator.generate
 
-    def slow_complete(*args: Any, **kwargs: Any) -> Any:
-        start = time.monotonic()
+    def slow_complete(session: Any, results: Any, **others: Any) -> Any:
+        nonlocal num_stored, ahead
         time.sleep(0.3)
-        answer = really_complete(*args, **kwargs)
-        stores.append((start, time.monotonic()))
+        # What began so far beyond what was stored before and what may be in flight: begun while these are stored.
+        ahead = max(ahead, len(begun) - num_stored - IN_FLIGHT)
+        answer = really_complete(session, results, **others)
+        num_stored += len(results)
         return answer
 
     async def noted(self: UnitGenerator, *args: Any) -> Any:
-        begun.append(time.monotonic())
+        begun.append(self)
         return await really_generate(self, *args)
 
     monkeypatch.setattr(complete, "complete", slow_complete)
@@ -76,7 +78,7 @@ def test_a_group_begins_while_the_results_of_another_are_stored(
                 return len(completed(run)) == PROMPTS
 
             worker.wait(all_done)
-    assert sum(start < at < end for at in begun for start, end in stores) >= IN_FLIGHT
+    assert ahead >= IN_FLIGHT // 2
     # In flight, in reserve, and as many again at most that wait for their rewards; those not stored yet beside them.
     assert IN_FLIGHT < most <= 4 * IN_FLIGHT
     assert {u.attempts for u in completed(run)} == {1}

@@ -228,6 +228,7 @@ def program(*arguments: object) -> subprocess.CompletedProcess[str]:
 DURABLE = ("--run.durability", "process")
 
 
+@pytest.mark.long
 def test_flags_that_megatron_refuses_end_run_create_before_there_is_a_run(tmp_path: Path) -> None:
     refused = program("run", "create", tmp_path / "a", "--recompute-granularity", "full", *DURABLE)
     assert refused.returncode == ConfigError.exit_code
