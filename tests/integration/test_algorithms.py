@@ -19,8 +19,6 @@ from strawflow_workers.trainer.batches import MiniBatch, PackedMicroBatch, Train
 from strawflow_workers.trainer.megatron import MegatronTrainer
 from tests.integration.megatron_cases import GRPO, make_hf, make_pack, make_step
 
-pytestmark = pytest.mark.alone
-
 LOW, HIGH = 0.1, 0.2
 
 

@@ -23,8 +23,6 @@ from strawflow_workers.trainer.megatron import MegatronTrainer
 from tests.integration.families import CASES, VOCABULARY
 from tests.integration.megatron_cases import GRPO, make_pack, make_step
 
-pytestmark = pytest.mark.alone
-
 CPU = torch.device("cpu")
 LENGTHS = [9, 2, 300, 31, 1]
 """The long one makes the scaling of rotary embeddings show."""

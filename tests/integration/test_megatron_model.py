@@ -18,8 +18,6 @@ from strawflow_workers.trainer.attention import LONGEST_SHARED, arrange, attend
 from strawflow_workers.trainer.megatron import MegatronTrainer
 from tests.integration.megatron_cases import GRPO, VOCABULARY, make_hf, make_pack
 
-pytestmark = pytest.mark.alone
-
 CPU = torch.device("cpu")
 
 

@@ -18,8 +18,6 @@ from strawflow_workers.trainer.batches import MiniBatch, PackedMicroBatch, Train
 from strawflow_workers.trainer.megatron import MegatronTrainer
 from tests.integration.megatron_cases import GRPO, SFT, VOCABULARY, make_hf, make_pack, make_step
 
-pytestmark = pytest.mark.alone
-
 
 class PlainTrainer:
     """The same training told in plain torch: one sequence at a time, torch's AdamW, clip_grad_norm_, explicit
