@@ -100,9 +100,8 @@ install --only-binary :all: ${STRAWFLOW_TORCH_INDEX:+--index-url "$STRAWFLOW_TOR
 say "installing $(grep -c '==' "$LOCK") pinned packages"
 install -r "$LOCK" || fail "pip could not install $LOCK"
 install --no-build-isolation -e . || fail "strawflow itself could not be installed"
-for package in alembic sqlalchemy mako pydantic typer click rich fsspec yaml; do
-    $VENV/bin/python -m compileall -q -j 0 $VENV/lib/python3.11/site-packages/$package >/dev/null || true
-done
+$VENV/bin/python -m compileall -q -j 0 \
+    $VENV/lib/python3.11/site-packages/{alembic,sqlalchemy,mako,pydantic,typer,click,rich,fsspec,yaml} >/dev/null || true
 
 $VENV/bin/python -c 'import sys, torch; sys.exit(torch.version.cuda is not None)' ||
     fail "torch does not load or is a CUDA build; set STRAWFLOW_TORCH_INDEX to a registry with CPU builds and run again"

@@ -67,16 +67,23 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]
     layout: Layout | None = None
 
 
-def describe(boundaries: npt.NDArray[np.int32], *, device: torch.device) -> PackedSequences:
-    """Describe a pack of non-empty sequences whose ends are `boundaries` (int32 [S+1], from 0 to T)."""
+def thd_fields(boundaries: npt.NDArray[np.int32], *, device: torch.device) -> dict[str, Any]:
+    """Return the fields of Megatron's PackedSeqParams for sequences that end at `boundaries` (int32 [S+1], from 0 to T)."""
     ends = torch.from_numpy(np.ascontiguousarray(boundaries, dtype=np.int32)).to(device)
     longest = int(np.diff(boundaries).max())
+    return {
+        "qkv_format": "thd",
+        "cu_seqlens_q": ends,
+        "cu_seqlens_kv": ends,
+        "max_seqlen_q": longest,
+        "max_seqlen_kv": longest,
+    }
+
+
+def describe(boundaries: npt.NDArray[np.int32], *, device: torch.device) -> PackedSequences:
+    """Describe a pack of non-empty sequences whose ends are `boundaries` (int32 [S+1], from 0 to T)."""
     return PackedSequences(
-        qkv_format="thd",
-        cu_seqlens_q=ends,
-        cu_seqlens_kv=ends,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
+        **thd_fields(boundaries, device=device),
         layout=arrange(boundaries, device=device),
     )
 

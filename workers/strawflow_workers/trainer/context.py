@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from strawflow_workers.trainer.attention import PackedSequences, length_classes
+from strawflow_workers.trainer.attention import PackedSequences, length_classes, thd_fields
 from strawflow_workers.trainer.device import importing_megatron
 
 with importing_megatron():
@@ -183,13 +183,7 @@ def describe_shared(
     boundaries: npt.NDArray[np.int32], share: Share, *, device: torch.device
 ) -> SharedSequences:
     """Describe a pack of padded sequences that end at `boundaries` (int32 [S+1], over all ranks)."""
-    ends = torch.from_numpy(np.ascontiguousarray(boundaries, dtype=np.int32)).to(device)
-    longest = int(np.diff(boundaries).max())
     return SharedSequences(
-        qkv_format="thd",
-        cu_seqlens_q=ends,
-        cu_seqlens_kv=ends,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
+        **thd_fields(boundaries, device=device),
         across=arrange_across(boundaries, share, device=device),
     )

@@ -141,9 +141,11 @@ def _each_gathered(model: GPTModel, hf: Mapping[str, Any], ranks: Ranks) -> Iter
 
 @torch.no_grad()
 def each_hf_tensor(model: GPTModel, hf: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of a model that one process holds by their Hugging Face names, in the order of these, contiguous, on the CPU, in the types they were
-    loaded in. Each is good until the next is asked for, and may be the model's own: no more than the parts of one Megatron
-    tensor are held, and fresh memory for each would cost more than filling it."""
+    """Yield the weights of a model that one process holds, as `hf_tensors` returns them.
+
+    Each is good until the next is asked for, and may be the model's own: no more than the parts of one Megatron tensor are
+    held, and fresh memory for each would cost more than filling it.
+    """
     weights, kinds = sharding.weights_of(model), hf_kinds(model)
     buffer = torch.empty(0, dtype=torch.uint8)
     for hf_name, part in hf_tensors_of(family_of(hf), hf, weights, lambda name: weights[name].detach()):
